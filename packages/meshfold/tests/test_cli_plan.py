@@ -126,7 +126,8 @@ def test_times_add_up() -> None:
         source="made up",
     )
     took = step_times(plan, flat, "bf16")
-    tensor = sum(e.bytes / (1e2 if "data" in e.axes else 1e3) for e in plan.traffic if e.phase != "gradients")
+    links = {("data",): 1e2, ("data", "tensor"): 2e2}  # both ranks of a node send to the other node
+    tensor = sum(e.bytes / links.get(e.axes, 1e3) for e in plan.traffic if e.phase != "gradients")
     gradients = sum(e.bytes / 1e2 for e in plan.traffic if e.phase == "gradients")
     assert took.compute == plan.work.seconds(flat, "bf16")
     assert took.compute == pytest.approx(plan.flops / (0.86 * 1e6), rel=0.2)  # attention, which is causal, apart

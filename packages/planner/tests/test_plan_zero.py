@@ -18,10 +18,11 @@ from meshfold.engine.precision import Precision
 from meshfold.engine.zero.plan import limits_of, regime_of
 from meshfold.mesh import Mesh, ParallelSpec
 from meshfold.mesh.spec import ZeroSpec
+from meshfold.mesh.testing import ranks
 from meshfold.models import build, preset
 from meshfold.planner import MACHINES, Estimate, estimate, find_machine, step_times
 from meshfold.planner.report import memory_table
-from meshfold.zero_gemini.planner import GiB, MiB
+from meshfold.zero_gemini.planner import GiB, MiB, timeline
 
 SIZES: dict[str, Any] = dict(hidden=64, layers=3, heads=4, vocab_size=96, max_positions=32)
 SMALL = partial(build, "gpt-tiny", **SIZES)
@@ -83,6 +84,38 @@ def test_moments_are_those_of_training() -> None:
     runtime = engine.states.gemini._runtime  # type: ignore[attr-defined]
     assert plan.workload.moments == len(runtime.order)
     engine.close()
+
+
+WHOLE = dict(stage=1, placement="cuda")
+
+
+@ranks(2)
+def test_stage_1_holds_whole_gradients_between_micro_steps() -> None:
+    engine = Engine(SMALL, dict(data=2, zero=WHOLE), optimizer="adamw", precision="bf16", gradient_accumulation=2)
+    gemini, held = engine.states.gemini, []  # type: ignore[attr-defined]
+
+    def look(*_: Any) -> None:
+        wholes = [gradient._whole for gradient in gemini._gradients.values()]
+        held.append(sum(whole.tensor.nbytes for whole in wholes if whole is not None))
+
+    engine.model.register_forward_pre_hook(look)
+    for seed in (0, 1):
+        engine.train_step(engine.shard_batch(torch.randint(96, (8, 32), generator=torch.Generator().manual_seed(seed))))
+    assert max(held) == 4 * sum(chunk.spec.size_elems for chunk in gemini.chunks)
+    engine.close()
+
+
+def test_a_plan_counts_these_gradients_and_sums_them_once() -> None:
+    found = [planned(dict(WHOLE, stage=stage), dict(data=2), accumulate=2) for stage in (1, 2)]
+    one, two = (each.plan for each in found)
+    assert one is not None and two is not None
+    whole = 4 * sum(chunk.gathered_elems for chunk in one.workload.chunks)
+    assert all(moment.kinds["gradients"] == whole for moment in timeline(one))
+    assert timeline(two)[0].kinds["gradients"] == whole // 2
+    calls = [sum(sent.calls for sent in each.traffic if sent.kind == "reduce_scatter") for each in found]
+    assert 2 * calls[0] == calls[1]
+    later = [sum(seconds for name, _, seconds in plan.phases if name == "later backwards") for plan in (one, two)]
+    assert later[0] <= later[1]
 
 
 # Measured on one H200 (benchmarks/results/zero_placements.md): seconds, GPU GiB, host GiB.

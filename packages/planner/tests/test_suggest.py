@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
@@ -18,7 +19,7 @@ from meshfold.mesh import Mesh, MeshfoldError, ParallelSpec, SpecError
 from meshfold.mesh.spec import TensorSpec
 from meshfold.models import GPT, GPTConfig, Llama, LlamaConfig, MoELlamaConfig
 from meshfold.planner import MACHINES, Machine, Suggestion, fits, step_speed, suggest
-from meshfold.planner.machines import leaves_node
+from meshfold.planner.machines import leaves_node, ranks_of_a_node
 from meshfold.planner.suggestions import Candidate, Clock, Family, candidates, families, plan_of
 from meshfold.planner.suggestions.profile import Profile, Profiler
 
@@ -229,8 +230,22 @@ def test_links_by_arithmetic_are_those_of_all_groups() -> None:
         axes = dict(zip("abc", sizes, strict=True))
         mesh = Mesh(axes, rank=0)
         for over in itertools.chain.from_iterable(itertools.combinations("abc", n) for n in (1, 2, 3)):
-            spans = any(len({rank // devices for rank in ranks}) > 1 for ranks in mesh.groups(*over))
-            assert leaves_node(devices, tuple(axes.items()), over) == spans, (axes, devices, over)
+            nodes = [Counter(rank // devices for rank in ranks) for ranks in mesh.groups(*over)]
+            given = devices, tuple(axes.items()), over
+            assert leaves_node(*given) == any(len(node) > 1 for node in nodes), (axes, devices, over)
+            fewest = min(min(node.values()) for node in nodes)
+            assert ranks_of_a_node(*given) == (fewest, sum(nodes[0].values())), (axes, devices, over)
+
+
+def test_a_ring_over_nodes_uses_the_links_of_its_ranks() -> None:
+    mesh = Mesh(dict(data=4, tensor=4), rank=0)
+    assert H100.slowest(mesh, ("tensor",)) == H100.inside
+    assert H100.slowest(mesh, ("data",)) == 2 * H100.between  # two of its ranks on each node of eight
+    assert H100.slowest(mesh, ("data", "tensor")) == min(H100.inside, 8 * H100.between)
+    assert H100.slowest(mesh, ("data",), "send") == H100.between
+    assert H100.slowest(mesh, ("data",), "all_to_all") == 2 * H100.between  # half of its bytes leave the node
+    alone = Mesh(dict(data=2, tensor=8), rank=0)
+    assert H100.slowest(alone, ("data",)) == H100.between
 
 
 def test_families_have_the_ranks_and_follow_the_spec() -> None:

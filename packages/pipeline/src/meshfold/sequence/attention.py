@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from meshfold.mesh import LayoutError, Mesh
 from meshfold.mesh.recording import moved_bytes
 from meshfold.sequence.dropout import RingDropout, WeightDropout
-from meshfold.sequence.kernels import accumulating, choose
+from meshfold.sequence.kernels import CAUSAL_META_KERNEL, META_KERNEL, accumulating, choose
 from meshfold.sequence.ring import Round, ring_attention
 from meshfold.sequence.ring_self_attention import RingSelfSettings, ring_self_attention
 from meshfold.sequence.sharding import SequenceSharding, check_documents, sequence_mode, sequence_sharding
@@ -104,8 +104,8 @@ def attention(
     pads = missing > 0 and q.is_cuda and q.dtype.itemsize < 8 and v.shape[-1] == width
     if pads:  # GPU kernels need multiples of 8 features; zeros change nothing
         q, k, v = (F.pad(x, (0, missing)) for x in (q, k, v))
-    if q.is_meta and causal and window is None and documents is None:
-        # Plans count all pairs of tokens, as for unsplit sequences; the number of steps is the same.
+    counts_all = q.is_meta and causal and window is None and documents is None
+    if counts_all:  # plans count all pairs of tokens, as for unsplit sequences; the number of steps is the same
         mask = replace(mask, causal=False)
     mine = steps(sharding, mask, mesh.index(*found.ring))
     shapes = len({(tile.shape, tile.rows, tile.columns) for step in mine for tile in step})
@@ -114,8 +114,9 @@ def attention(
         heads = q.shape[2] // mesh.size(*found.ulysses)
         weights = dropout.of_heads(heads * mesh.index(*found.ulysses))
         drop = RingDropout(weights=weights, sharding=sharding, index=mesh.index(*found.ring))
+    chosen = choose(kernel, q, k, v, shapes)
     job = Round(
-        kernel=choose(kernel, q, k, v, shapes),
+        kernel=CAUSAL_META_KERNEL if counts_all and chosen is META_KERNEL else chosen,
         group=mesh.group(*found.ring),
         steps=mine,
         scale=scale,

@@ -115,11 +115,14 @@ class MetaKernel:
     """Meta tensors, as in plans: what a flash kernel returns, without its intermediate results.
 
     Attributes:
-        count: called with the floating-point operations of each tile, masked pairs included.
+        count: called for each tile with its floating-point operations, masked pairs included, the size of a head, and the share of
+            the operations that kernels compute.
+        computed: this share: a half where tiles stand for causal attention.
     """
 
-    def __init__(self) -> None:
-        self.count: Callable[[int], None] | None = None
+    def __init__(self, computed: float = 1.0) -> None:
+        self.count: Callable[[int, int, float], None] | None = None
+        self.computed = computed
 
     def forward(self, x: Pairs) -> tuple[Tensor, Tensor]:
         q, _, v, *_ = x
@@ -134,7 +137,8 @@ class MetaKernel:
 
     def _tell(self, x: Pairs, features: int) -> None:
         if self.count is not None:
-            self.count(2 * x.q.shape[:3].numel() * x.k.shape[1] * features)
+            flop = 2 * x.q.shape[:3].numel() * x.k.shape[1] * features
+            self.count(flop, x.q.shape[-1], 0.5 if x.causal else self.computed)
 
 
 class FlashCPU:
@@ -263,7 +267,7 @@ def _back(gradients: Sequence[Tensor]) -> Gradients:
 
 
 REFERENCE = Reference()
-META_KERNEL = MetaKernel()
+META_KERNEL, CAUSAL_META_KERNEL = MetaKernel(), MetaKernel(computed=0.5)
 _ON: Mapping[tuple[str, str], Kernel] = {
     ("flash", "cpu"): FlashCPU(),
     ("flash", "meta"): META_KERNEL,
@@ -276,13 +280,14 @@ _WIDEST = {"flash": 256, "cudnn": 128, "efficient": 256}
 
 
 @contextmanager
-def count_attention_flops(count: Callable[[int], None]) -> Iterator[None]:
-    """Context manager: call ``count`` with the floating point operations of each tile of meta tensors, masked pairs included."""
-    META_KERNEL.count = count
+def count_attention_flops(count: Callable[[int, int, float], None]) -> Iterator[None]:
+    """Context manager: call ``count`` for each tile of meta tensors with its floating-point operations, masked pairs included, the
+    size of a head, and the share of the operations that kernels compute."""
+    META_KERNEL.count = CAUSAL_META_KERNEL.count = count
     try:
         yield
     finally:
-        META_KERNEL.count = None
+        META_KERNEL.count = CAUSAL_META_KERNEL.count = None
 
 
 def choose(name: str, q: Tensor, k: Tensor, v: Tensor, shapes: int = 1) -> Kernel:

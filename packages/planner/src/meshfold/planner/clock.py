@@ -70,6 +70,15 @@ class Work:
             repeated_flop=self.repeated_flop + other.repeated_flop,
         )
 
+    def minus(self, earlier: Work) -> Work:
+        """Return what was counted since."""
+        found = Counter(self.operators)
+        found.subtract(earlier.operators)
+        return Work(
+            operators={operator: count for operator, count in found.items() if count},
+            repeated_flop=self.repeated_flop - earlier.repeated_flop,
+        )
+
     def __mul__(self, times: int) -> Work:
         return Work(
             operators={operator: times * count for operator, count in self.operators.items()},

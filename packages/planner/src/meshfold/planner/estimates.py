@@ -256,7 +256,7 @@ def step_times(found: Estimate, machine: Machine, precision: str) -> Times:
     mesh = Mesh(found.spec.axes, rank=0)
     spent = {"tensor": 0.0, "data": 0.0}
     for entry in found.traffic:
-        rate = machine.slowest(mesh, entry.axes)
+        rate = machine.slowest(mesh, entry.axes, entry.kind)
         seconds = machine.message_seconds(entry.kind, entry.bytes, rate, calls=entry.calls)
         spent["data" if entry.phase in ("weights", "gradients", "parameters") else "tensor"] += seconds
     return Times(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -104,10 +105,28 @@ class Machine:
         """Return True if the ranks are in one node, where copy engines reach each other's memory."""
         return len({rank // self.devices for rank in ranks}) == 1
 
-    def slowest(self, mesh: Mesh, axes: tuple[str, ...]) -> float:
-        """Return the lowest bandwidth of the groups along the axes, which other ranks wait for."""
-        sizes = tuple((name, mesh.size(name)) for name in mesh.names)
-        return self.between if leaves_node(self.devices, sizes, axes) else self.inside
+    def slowest(self, mesh: Mesh, axes: tuple[str, ...], kind: str = "all_reduce") -> float:
+        """Return the lowest bandwidth of the groups along the axes, which other ranks wait for; see :meth:`link_rate`."""
+        return self.link_rate(tuple((name, mesh.size(name)) for name in mesh.names), axes, kind)
+
+    def link_rate(self, sizes: tuple[tuple[str, int], ...], axes: tuple[str, ...], kind: str = "all_reduce") -> float:
+        """Return the bytes a second that a rank sends in a collective along axes.
+
+        Every device has its share of its node's links to others. A ring over several nodes uses those of all of its ranks on a
+        node, as NCCL does with one ring a link. In an all-to-all a rank sends only a part to other nodes. A message has one link.
+
+        Args:
+            sizes: of all axes of a mesh, outermost first.
+            axes: or factors of them.
+            kind: of the collective.
+        """
+        if not leaves_node(self.devices, sizes, axes):
+            return self.inside
+        if kind in ("send", "receive"):
+            return self.between
+        together, ranks = ranks_of_a_node(self.devices, sizes, axes)
+        links = ranks / max(1, ranks - together) if kind == "all_to_all" else together
+        return min(self.inside, self.between * links) if links > 1 else self.between
 
     def rates(
         self,
@@ -166,6 +185,36 @@ def leaves_node(devices: int, sizes: tuple[tuple[str, int], ...], axes: tuple[st
             return True
     mesh = Mesh(dict(sizes), rank=0)
     return any(len({rank // devices for rank in ranks}) > 1 for ranks in mesh.groups(*axes))
+
+
+@lru_cache(maxsize=4096)
+def ranks_of_a_node(devices: int, sizes: tuple[tuple[str, int], ...], axes: tuple[str, ...]) -> tuple[int, int]:
+    """Return the fewest ranks of a group along the axes that share a node, and the ranks of a group.
+
+    Args:
+        devices: ranks of a node, which have consecutive numbers.
+        sizes: of all axes of a mesh, outermost first.
+        axes: or factors of them.
+    """
+    names = [name for name, _ in sizes]
+    if all(axis in names for axis in axes):
+        together, ranks, stride = 1, 1, 1
+        for name, size in reversed(sizes):
+            block = stride * size
+            if name in axes:
+                ranks *= size
+                if stride < devices and (devices % block == 0 or (block % devices == 0 and devices % stride == 0)):
+                    together *= min(size, devices // stride)
+                elif stride % devices:
+                    break  # nodes have different numbers of its ranks
+            elif stride < devices and devices % block and (block % devices or devices % stride):
+                break
+            stride = block
+        else:
+            return together, ranks
+    groups = Mesh(dict(sizes), rank=0).groups(*axes)
+    counts = [Counter(rank // devices for rank in ranks) for ranks in groups]
+    return min(min(count.values()) for count in counts), sum(counts[0].values())
 
 
 # Seconds per element and core of an optimizer step in cache, by regime.

@@ -57,7 +57,7 @@ class StageCosts:
         forward, backward, weight = (
             work.seconds(machine, precision)
             + sum(
-                machine.message_seconds(entry.kind, float(entry.bytes), machine.slowest(mesh, entry.axes))
+                machine.message_seconds(entry.kind, float(entry.bytes), machine.slowest(mesh, entry.axes, entry.kind))
                 for entry in sent
                 if entry.group_size > 1
             )
@@ -91,20 +91,22 @@ def _costs_of(pipeline: Pipeline, stage: Stage, work: Microbatch, log: Log, stan
 
     def counted(phase: str, action: Callable[[], object]) -> None:
         log.phase = phase
-        with Work.counted(stand_in) as counter:
-            action()
-        done.append(Work.of(counter))
+        before = Work.of(counter)
+        action()
+        done.append(Work.of(counter).minus(before))
         ends.append(len(log.entries))
 
     given = stage.random_inputs(plan, pipeline.device)
     batch = [leaf for leaf in tree_leaves((work.args, work.kwargs)) if isinstance(leaf, Tensor)]
-    with saved_for_backward([*pipeline.parameters(), *batch]) as saved:
-        counted("forward", lambda: stage.forward(_KEY, work, plan, given))
-    for tensor in given:  # kept until its gradient arrives, even if autograd frees it
-        saved.add(tensor)
-    counted("backward", lambda: stage.backward_input(_KEY, stage.random_gradients(plan, pipeline.device)))
-    waiting = stage.queue.held_bytes
-    counted("backward", lambda: stage.backward_weight(_KEY))
+    # One counter for all: what a kernel's forward keeps for its backward counts with the counter of the forward.
+    with Work.counted(stand_in) as counter:
+        with saved_for_backward([*pipeline.parameters(), *batch]) as saved:
+            counted("forward", lambda: stage.forward(_KEY, work, plan, given))
+        for tensor in given:  # kept until its gradient arrives, even if autograd frees it
+            saved.add(tensor)
+        counted("backward", lambda: stage.backward_input(_KEY, stage.random_gradients(plan, pipeline.device)))
+        waiting = stage.queue.held_bytes
+        counted("backward", lambda: stage.backward_weight(_KEY))
     forward, backward, weight = done
     return StageCosts(
         number=stage.number,

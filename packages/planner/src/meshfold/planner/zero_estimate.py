@@ -235,7 +235,7 @@ def with_collectives(trace: Trace, log: Log, mesh: Mesh, machine: Machine) -> Tr
     for phase in ("forward", "backward"):
         sent = [entry for entry in log.entries if entry.phase == phase and entry.group_size > 1]
         spent = sum(
-            machine.message_seconds(entry.kind, float(entry.bytes), machine.slowest(mesh, entry.axes)) for entry in sent
+            machine.message_seconds(entry.kind, float(entry.bytes), machine.slowest(mesh, entry.axes, entry.kind)) for entry in sent
         )
         half = [i for i, moment in enumerate(moments) if moment.backward == (phase == "backward")]
         whole = sum(moments[i].seconds for i in half)
@@ -274,8 +274,7 @@ def chunk_entries(workload: Workload, world: World, plan: Plan | None) -> list[E
         again = second_operands(windows, workload) if in_fp8 and chunk.fp8 > 1 else 0
         uses = (len(windows) + again) * workload.accumulation if workload.stage == 3 else chunk.trainable
         entries += [Entry("all_gather", axes, ranks, gathered, "parameters")] * uses
-        once = workload.stage == 1 or workload.whole_gradients
-        sums = (1 if once else workload.accumulation) * chunk.trainable
+        sums = (1 if workload.sums_once else workload.accumulation) * chunk.trainable
         entries += [Entry("reduce_scatter", axes, ranks, reduced, "gradients")] * sums
     number = Entry("all_reduce", mesh.names, mesh.world_size, 8, "norm")
     return [*entries, number]

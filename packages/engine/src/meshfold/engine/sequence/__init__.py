@@ -52,8 +52,8 @@ def local_length(length: int, world: World) -> int:
 
 
 @contextmanager
-def counted_attention(spec: ParallelSpec, count: Callable[[int], None]) -> Iterator[None]:
-    """Report the operations of attention over split sequences, for meta tensors."""
+def counted_attention(spec: ParallelSpec, count: Callable[[int, int, float], None]) -> Iterator[None]:
+    """Report the operations of attention over split sequences, for meta tensors, as :meth:`DryRun.add_attention` takes them."""
     if spec.sequence is None or spec.sequence.size == 1:
         yield
         return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any, ClassVar, TypeVar
@@ -30,14 +31,13 @@ class Saved:
         """
         self.bytes = 0
         self._seen = {parameter.untyped_storage()._cdata for parameter in parameters}
-        self._kept: list[torch.UntypedStorage] = []  # keep storages alive, so that no other gets their address
 
     def add(self, tensor: Tensor) -> None:
         """Count the storage of a tensor."""
         storage = tensor.untyped_storage()
         if storage._cdata not in self._seen:
             self._seen.add(storage._cdata)
-            self._kept.append(storage)
+            weakref.finalize(storage, self._seen.discard, storage._cdata)  # another may get its address
             self.bytes += storage.nbytes()
 
 

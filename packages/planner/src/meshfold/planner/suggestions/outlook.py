@@ -8,21 +8,24 @@ of equal stages, or, with ``simulate``, of the schedule itself.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from meshfold.engine.precision import Precision
 from meshfold.engine.states import BUCKET_BYTES
+from meshfold.engine.zero import regime_of
 from meshfold.mesh import ParallelSpec
+from meshfold.mesh.spec import ZeroSpec
 from meshfold.pipeline import Costs, schedule, simulate_costs
 from meshfold.planner.clock import Work, optimizer_seconds
 from meshfold.planner.estimates import MOMENTS, Memory
-from meshfold.planner.machines import OPTIMIZER, Machine, leaves_node
+from meshfold.planner.machines import OPTIMIZER, Machine
 from meshfold.planner.suggestions.layouts import Candidate
 from meshfold.planner.suggestions.profile import Message, Part, Profile, Step
-from meshfold.planner.suggestions.stages import idle_share, live_microbatches, rank_of, stage_blocks
-from meshfold.zero_gemini.planner import REGIMES
-
-_WORKSPACE = 66 * 2**20
+from meshfold.planner.suggestions.rank_bytes import RankBytes, outer_axes
+from meshfold.planner.suggestions.stages import idle_share, rank_of
+from meshfold.zero_gemini.planner import Regime
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +121,8 @@ class Clock:
     optimizer: str
     clip: bool
     _works: dict[Any, Seconds] = field(default_factory=dict)
+    _regimes: dict[Any, Regime] = field(default_factory=dict)
+    _rates: dict[Any, float] = field(default_factory=dict)
 
     def outlook(self, candidate: Candidate, profile: Profile, *, simulate: bool = False) -> Outlook:
         """Return a candidate's outlook.
@@ -151,15 +156,29 @@ class Clock:
             self._works[key] = Seconds(part.at(rows, in_turn), part.at(rows, launches), 0.0)
         return self._works[key]
 
+    def regime_of(self, candidate: Candidate) -> Regime:
+        """Return the bytes that an element takes under ``zero``."""
+        alone = candidate.accumulate == 1 and candidate.family.stages == 1
+        ranks = math.prod(candidate.spec.axes[axis] for axis in outer_axes(candidate.spec))
+        key = (ranks == 1, alone)
+        if key not in self._regimes:
+            self._regimes[key] = regime_of(
+                candidate.spec.zero or ZeroSpec(stage=1),
+                Precision.parse(self.precision),
+                accumulation=1 if alone else 2,
+                ranks=1 if ranks == 1 else 2,
+                moments=MOMENTS[self.optimizer],
+            )
+        return self._regimes[key]
+
     @property
     def waits_for_norm(self) -> bool:
         """True if no gradient is used before all have arrived."""
         return self.clip or MOMENTS[self.optimizer] != 2 or self.precision == "fp64"
 
-    def rate(self, spec: ParallelSpec, axes: tuple[str, ...]) -> float:
+    def rate(self, spec: ParallelSpec, axes: tuple[str, ...], kind: str = "all_reduce") -> float:
         """Return the bytes a second that a rank sends over axes of the spec's mesh."""
-        leaves = leaves_node(self.machine.devices, tuple(spec.axes.items()), axes)
-        return self.machine.between if leaves else self.machine.inside
+        return self.machine.link_rate(tuple(spec.axes.items()), axes, kind)
 
 
 class _Reckoning:
@@ -168,29 +187,65 @@ class _Reckoning:
     def __init__(self, clock: Clock, candidate: Candidate, profile: Profile) -> None:
         self.clock, self.candidate, self.profile = clock, candidate, profile
         self.spec, self.machine, self.shape = candidate.spec, clock.machine, profile.shape
-        self.stages, self.micro = candidate.family.stages, candidate.microbatches
-        self.rows = clock.batch_size / candidate.family.data / self.micro
-        chunks = 1 if self.spec.pipeline is None else self.spec.pipeline.chunks or 1
-        self.counts = stage_blocks(self.shape, self.stages * chunks)
-        self.repeated = (
-            0.0 if candidate.recompute is None else 1.0
-        )  # share of blocks that compute their activations again
-        self.zero = self.spec.zero
-        self.outer = tuple(
-            axis for axis, size in self.spec.axes.items() if axis in ("data", "seq", "ring", "ulysses") and size > 1
+        self.bytes = RankBytes(
+            candidate,
+            profile,
+            batch_size=clock.batch_size,
+            regime=clock.regime_of(candidate),
+            clips=clock.waits_for_norm,
+            limit=clock.machine.memory,
         )
-        self.ranks = math.prod(self.spec.axes[axis] for axis in self.outer)
-        if candidate.recompute == "auto":
-            self.repeated = self._share_to_repeat()
+        self.stages, self.micro, self.rows = candidate.family.stages, self.bytes.micro, self.bytes.rows
+        self.counts, self.repeated, self.zero = self.bytes.counts, self.bytes.repeated, self.spec.zero
+        self.outer, self.ranks = self.bytes.outer, self.bytes.ranks
 
-    # -- time ------------------------------------------------------------------------------------------------
+    def outlook(self, *, simulate: bool) -> Outlook:
+        """Return all numbers."""
+        held = self.bytes.held()
+        block, rest = self.profile.block, self.profile.rest
+        once = self._seconds(block, "forward")
+        ahead = (once, self._seconds(rest, "forward"))
+        back = (
+            self._seconds(block, "backward") + self._sums(block) + once * self.repeated,
+            self._seconds(rest, "backward") + self._sums(rest),
+        )
+        live: Sequence[float] | None = None
+        if self.stages == 1:
+            blocks, idle = self.shape.blocks, 0.0
+            forward, backward = (one * blocks + other for one, other in (ahead, back))
+            total = (forward + backward) * self.micro
+        else:
+            forward, backward, idle, live = self._pipelined(ahead, back, simulate=simulate)
+            total = (forward + backward) * self.micro
+        memory, state = self.bytes.total(live)
+        hidden, optimizer, offload = self._hidden(held), self._optimizer(held), 0.0
+        busy = total.spent + idle
+        if self.zero is None:
+            seconds = max(busy, hidden) + optimizer
+        else:
+            offload = self._offload(memory, busy)
+            chunks = self._with_chunks(forward.apart, backward.apart, optimizer, held)
+            seconds = max(busy, hidden, chunks) if self.stages > 1 else max(chunks, total.compute)
+            seconds += offload
+        return Outlook(
+            seconds=seconds,
+            compute=total.compute,
+            waits=total.waits,
+            idle=idle,
+            hidden=hidden,
+            shown=max(0.0, seconds - offload - busy - optimizer),
+            optimizer=optimizer,
+            offload=offload,
+            memory=memory,
+            state=state,
+        )
 
     def _seconds(self, part: Part, phase: str) -> Seconds:
         """Return a micro-step's seconds of a part's forward or backward, and of the messages that the next operator waits for."""
         found, waits = self.clock.seconds_of(part, self.rows, phase), 0.0
-        for (when, axes, of_weights), (sent, calls) in self._messages(part):
+        for (when, kind, axes, of_weights), (sent, calls) in self._messages(part):
             if (when == "backward") == (phase == "backward") and when != "gradients" and not of_weights:
-                waits += calls * self.machine.latency + sent / self.clock.rate(self.spec, axes)
+                waits += calls * self.machine.latency + sent / self.clock.rate(self.spec, axes, kind)
         return Seconds(found.in_turn, found.launches, waits)
 
     def _sums(self, part: Part) -> Seconds:
@@ -208,113 +263,70 @@ class _Reckoning:
     def _hidden(self, held: Memory) -> float:
         """Return the seconds of gradients and parameters that travel in a step."""
         total = 0.0
-        for part, times in ((self.profile.block, max(self._of_ranks())), (self.profile.rest, 1)):
-            for (_, axes, of_weights), (sent, calls) in self._messages(part):
+        for part, times in ((self.profile.block, max(self.bytes.of_ranks)), (self.profile.rest, 1)):
+            for (_, kind, axes, of_weights), (sent, calls) in self._messages(part):
                 if of_weights:
                     again = times * self.micro
-                    total += again * (calls * self.machine.latency + sent / self.clock.rate(self.spec, axes))
-            for (phase, axes, _), (sent, calls) in part.summed.messages.items():
+                    total += again * (calls * self.machine.latency + sent / self.clock.rate(self.spec, axes, kind))
+            for (phase, kind, axes, _), (sent, calls) in part.summed.messages.items():
                 if phase == "gradients" and self.spec.expert is not None and self.zero is None:
-                    total += times * (calls * self.machine.latency + sent / self.clock.rate(self.spec, axes))
+                    total += times * (calls * self.machine.latency + sent / self.clock.rate(self.spec, axes, kind))
         if self.ranks == 1 or (self.spec.expert is not None and self.zero is None):
             return total
-        rate, share = self.clock.rate(self.spec, self.outer), (self.ranks - 1) / self.ranks
         if self.zero is None:
+            rate, share = self.clock.rate(self.spec, self.outer), (self.ranks - 1) / self.ranks
             calls = -(-held.gradients // BUCKET_BYTES)
             return total + 2 * share * held.gradients / rate + calls * self.machine.latency
-        gathers, reductions = self._collectives(held)
-        return total + gathers + reductions
+        gather, reduction = self._collectives(held)
+        gathers = 2 * self.micro if self.zero.stage == 3 else 1
+        return total + gathers * gather + (1 if self._sums_once else self.micro) * reduction
+
+    @property
+    def _sums_once(self) -> bool:
+        """True if ``zero`` sums gradients over the ranks after the last micro-step only."""
+        return self.zero is not None and (self.zero.stage == 1 or self.stages > 1)
 
     def _collectives(self, held: Memory) -> tuple[float, float]:
-        """Return the seconds of gathering parameters in a step under ``zero``, and of reducing gradients."""
-        if self.ranks == 1 or self.zero is None:
+        """Return the seconds of gathering all parameters once under ``zero``, and of reducing all gradients once."""
+        if self.ranks == 1:
             return 0.0, 0.0
-        once = (self.ranks - 1) / self.ranks * held.parameters / self.clock.rate(self.spec, self.outer)
-        uses = 2 * self.micro if self.zero.stage == 3 and self.spec.pipeline is None else 1 + (self.zero.stage == 3)
-        return uses * once, (self.candidate.accumulate if self.zero.stage > 1 else 1) * once
+        rate, share = self.clock.rate(self.spec, self.outer), (self.ranks - 1) / self.ranks
+        return share * held.parameters / rate, share * self.bytes.elements(held) * self.bytes.regime.gradient / rate
 
-    def _of_ranks(self) -> list[int]:
-        """Return the blocks of each rank of the pipeline."""
-        found = [0] * self.stages
-        for stage, count in enumerate(self.counts):
-            found[rank_of(stage, self.stages, self.spec.pipeline)] += count
-        return found
+    def _with_chunks(self, forward: float, backward: float, optimizer: float, held: Memory) -> float:
+        """Return the seconds of a step under ``zero`` as its plan has them: each phase takes its compute or its collectives.
 
-    def _held(self) -> Memory:
-        """Return the memory of the fullest rank's parameters and their state."""
-        of_ranks = self._of_ranks()
-        rest, whole = self.profile.rest.memory, self.profile.memory(0)
-        if self.stages == 1:
-            return self.profile.memory(of_ranks[0])
-        block = self.profile.block.memory
-        share = self._edge_share()
-        last = rank_of(len(self.counts) - 1, self.stages, self.spec.pipeline)
-        totals = []
-        for rank, count in enumerate(of_ranks):
-            edge = (share if rank == 0 else 0.0) + ((1 - share) if rank == last else 0.0)
-            totals.append((count * block.total + edge * rest.total, count, edge))
-        _, count, edge = max(totals)
-        scaled = {
-            name: round(count * getattr(block, name) + edge * getattr(whole, name))
-            for name in ("parameters", "masters", "gradients", "optimizer")
-        }
-        return Memory(**scaled, activations=0)
-
-    def _edge_share(self) -> float:
-        """Return the share of parameters outside blocks that the first stage has."""
-        total = self.shape.embedded + self.shape.head
-        return self.shape.embedded / total if total else 0.0
-
-    def outlook(self, *, simulate: bool) -> Outlook:
-        """Return all numbers."""
-        held = self._held()
-        memory, state = self._memory(held)
-        block, rest = self.profile.block, self.profile.rest
-        once = self._seconds(block, "forward")
-        ahead = (once, self._seconds(rest, "forward"))
-        back = (
-            self._seconds(block, "backward") + self._sums(block) + once * self.repeated,
-            self._seconds(rest, "backward") + self._sums(rest),
-        )
-        if self.stages == 1:
-            blocks, idle = self.shape.blocks, 0.0
-            forward, backward = ((one * blocks + other) * self.micro for one, other in (ahead, back))
-            total = forward + backward
+        Args:
+            forward: seconds of a micro-step's.
+            backward: the same.
+            optimizer: of its step.
+            held: by the rank.
+        """
+        gather, reduction = self._collectives(held)
+        later_gather, again = (gather, gather) if self.zero is not None and self.zero.stage == 3 else (0.0, 0.0)
+        later_sum = 0.0 if self._sums_once else reduction
+        waits = self.clock.waits_for_norm or self.stages > 1
+        if waits or (self.micro > 1 and not self._sums_once):
+            parts = (forward + optimizer, backward) if waits else (forward + backward + optimizer, 0.0)
         else:
-            total, idle = self._pipelined(ahead, back, simulate=simulate)
-            forward, backward = total * (1 / 3), total * (2 / 3)
-        hidden, optimizer, offload = self._hidden(held), self._optimizer(held), 0.0
-        busy = total.spent + idle
-        if self.zero is None:
-            seconds = max(busy, hidden) + optimizer
+            parts = (forward, backward + optimizer)
+        first, second = parts
+        if second:
+            seconds = max(first, gather) + max(second, again + reduction)
         else:
-            gathers, reductions = self._collectives(held)
-            offload = self._offload(memory, busy)
-            if self.stages > 1:
-                seconds = max(busy, hidden, gathers + reductions + optimizer)
-            elif self.clock.waits_for_norm:
-                before = gathers / 2 if self.zero.stage == 3 else gathers
-                seconds = max(forward.apart + optimizer, before) + max(backward.apart, gathers - before + reductions)
-            else:
-                seconds = max(total.apart + optimizer, gathers + reductions)
-            seconds = max(seconds, total.compute) + offload
-        return Outlook(
-            seconds=seconds,
-            compute=total.compute,
-            waits=total.waits,
-            idle=idle,
-            hidden=hidden,
-            shown=max(0.0, seconds - offload - busy - optimizer),
-            optimizer=optimizer,
-            offload=offload,
-            memory=memory,
-            state=state,
-        )
+            seconds = max(first, gather + again + reduction)
+        return seconds + (self.micro - 1) * (max(forward, later_gather) + max(backward, again + later_sum))
 
     def _pipelined(
         self, ahead: tuple[Seconds, Seconds], back: tuple[Seconds, Seconds], *, simulate: bool
-    ) -> tuple[Seconds, float]:
-        """Return the work of the busiest rank, and its idle time; both parts: of a block, and of all else."""
+    ) -> tuple[Seconds, Seconds, float, Sequence[float] | None]:
+        """Return a micro-batch's forward and backward on the busiest rank, its idle time in a step, and what ranks hold at once.
+
+        Args:
+            ahead: forward of a block, and of all else.
+            back: backward of both.
+            simulate: the schedule; else its idle time is that of equal stages.
+        """
         pipeline = self.spec.pipeline
         assert pipeline is not None  # it has stages
         last = len(self.counts) - 1
@@ -323,13 +335,14 @@ class _Reckoning:
             [one * n + (rest if stage == last else nothing) for stage, n in enumerate(self.counts)]
             for one, rest in (ahead, back)
         )
-        busy = [nothing] * self.stages
+        busy = [(nothing, nothing)] * self.stages
         for stage, (one, two) in enumerate(zip(forward, backward, strict=True)):
             rank = rank_of(stage, self.stages, pipeline)
-            busy[rank] = busy[rank] + (one + two) * self.micro
-        most, message = max(busy, key=lambda work: work.spent), self._message()
+            busy[rank] = busy[rank][0] + one, busy[rank][1] + two
+        (most, most_back), message = max(busy, key=lambda work: (work[0] + work[1]).spent), self._message()
+        spent = (most + most_back).spent
         if not simulate:
-            return most, idle_share(pipeline) * most.spent / self.micro + 2 * (self.stages - 1) * message
+            return most, most_back, idle_share(pipeline) * spent + 2 * (self.stages - 1) * message, None
         again = ahead[0].spent * self.repeated
         weight = [max(0.0, work.spent - n * again) / 2 for work, n in zip(backward, self.counts, strict=True)]
         costs = Costs(
@@ -338,71 +351,27 @@ class _Reckoning:
             backward_weight=weight,
             send=message,
         )
-        made = schedule(
-            pipeline.schedule_name,
-            ranks=self.stages,
-            microbatches=self.micro,
-            chunks=pipeline.chunks if pipeline.schedule == "interleaved" else None,
-            waves=pipeline.waves,
+        found = simulate_costs(
+            schedule(
+                pipeline.schedule_name,
+                ranks=self.stages,
+                microbatches=self.micro,
+                chunks=pipeline.chunks if pipeline.schedule == "interleaved" else None,
+                waves=pipeline.waves,
+            ),
+            costs,
         )
-        return most, max(0.0, simulate_costs(made, costs).makespan - most.spent)
+        return most, most_back, max(0.0, found.makespan - self.micro * spent), found.peak_microbatches
 
     def _message(self) -> float:
         """Return the seconds of a message between neighbouring stages."""
-        return self.machine.latency + self._stream() / self.clock.rate(self.spec, ("pipe",))
-
-    def _stream(self) -> float:
-        """Return the bytes of a block's input."""
-        return self.profile.block.at(self.rows, lambda step: step.stream)
+        return self.machine.latency + self.bytes.stream / self.clock.rate(self.spec, ("pipe",), "send")
 
     def _optimizer(self, held: Memory) -> float:
         if self.zero is None:
             return optimizer_seconds(held.update_bytes(clip=self.clock.clip), self.machine)
-        regime = REGIMES.get("A" if self.clock.precision == "bf16" else self.clock.precision, REGIMES["A"])
-        elements = self._elements(held) / self.ranks
-        return elements * regime.step / (OPTIMIZER * self.machine.memory_rate)
-
-    def _elements(self, held: Memory) -> float:
-        """Return the elements of the fullest rank's parameters."""
-        width = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}[self.clock.precision]
-        return held.parameters / width
-
-    # -- memory ----------------------------------------------------------------------------------------------
-
-    def _memory(self, held: Memory) -> tuple[float, float]:
-        """Return the bytes on the fullest device with all state on it, and those of them that can move to its host."""
-        activations = self._activations()
-        if self.zero is None:
-            return held.total + activations, 0.0
-        regime = REGIMES.get("A" if self.clock.precision == "bf16" else self.clock.precision, REGIMES["A"])
-        elements = self._elements(held)
-        shard = elements / self.ranks
-        stage = self.zero.stage
-        parameters = regime.parameter * (elements if stage < 3 else shard)
-        gradients = regime.gradient * (shard if stage > 1 or self.candidate.accumulate == 1 else elements)
-        largest = max(self.profile.block.elements, self.profile.rest.elements / 2)
-        passing = (regime.parameter * (stage == 3) + regime.gradient) * largest * (self.ranks > 1)
-        state = parameters + gradients + regime.state * shard
-        return state + passing + activations + _WORKSPACE, state
-
-    def _activations(self, repeated: float | None = None) -> float:
-        """Return the bytes kept for backward on the fullest rank."""
-        repeated = self.repeated if repeated is None else repeated
-        kept = self.profile.block.at(self.rows, lambda step: step.saved)
-        block = (
-            (1 - repeated) * kept + repeated * self._stream() + (kept if repeated else 0.0) / max(1, self.shape.blocks)
-        )
-        rest = max(0.0, self.profile.rest.at(self.rows, lambda step: step.saved))
-        if self.stages == 1 or self.spec.pipeline is None:
-            return self.shape.blocks * block + rest
-        return max(self._of_ranks()) * block * live_microbatches(self.spec.pipeline, self.micro) + rest
-
-    def _share_to_repeat(self) -> float:
-        """Return the share of blocks that a plan must let compute their activations again to fit."""
-        held = self._held()
-        without, with_all = self._activations(0.0), self._activations(1.0)
-        over = self._memory(held)[0] - self._activations() + without - self.machine.memory
-        return min(1.0, max(0.0, over / (without - with_all))) if without > with_all else 0.0
+        elements = self.bytes.elements(held) / self.ranks
+        return elements * self.bytes.regime.step / (OPTIMIZER * self.machine.memory_rate)
 
     def _offload(self, memory: float, busy: float) -> float:
         """Return the seconds of copies of state that does not fit, beyond what compute hides."""

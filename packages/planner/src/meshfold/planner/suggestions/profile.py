@@ -6,6 +6,7 @@ numbers of rows, on meta tensors. The second block's share is every block's.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -14,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_iter
 
 from meshfold.engine import Engine
 from meshfold.engine.model import find_blocks
@@ -22,15 +24,17 @@ from meshfold.engine.states import PlainStates
 from meshfold.experts import find_experts
 from meshfold.kernels import count_kernels
 from meshfold.mesh import Entry, MeshfoldError, ParallelSpec, SpecError, record
-from meshfold.mesh.model_io import DryRun, Operator, OperatorCounter, saved_for_backward
+from meshfold.mesh.model_io import DryRun, LiveBytes, Operator, OperatorCounter, saved_for_backward
 from meshfold.mesh.processes import start_fake
 from meshfold.planner.clock import Work
 from meshfold.planner.estimates import Memory
 from meshfold.planner.planner import run_micro_step
 from meshfold.planner.zero_estimate import release_gradient
+from meshfold.tensor_parallel.convert import row_multiple
 
 _ROWS = (1, 4, 16)
-"""Rows of the micro-steps: code may choose its way by the number of rows, as that of the loss does for few tokens."""
+"""Rows of the micro-steps, by the rows that a layout pads a batch to: code may choose its way by the number of rows, as that of the
+loss does for few tokens."""
 _MANY_TOKENS = 2048  # of a sequence: then two numbers of rows are enough
 
 
@@ -100,8 +104,8 @@ def _named(model: nn.Module, *names: str) -> int | None:
     return next((number for number in found if isinstance(number, int)), None)
 
 
-Message = tuple[str, tuple[str, ...], bool]
-"""Phase, axes and ``of_weights`` of messages."""
+Message = tuple[str, str, tuple[str, ...], bool]
+"""Phase, kind, axes and ``of_weights`` of messages."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,6 +118,8 @@ class Step:
         messages: bytes and calls.
         saved: bytes kept for backward.
         stream: bytes of a block's input: what recomputation keeps, and what stages send.
+        inside: bytes alive at most while blocks of the traced model compute, parameters and gradients apart.
+        outside: the same while its other parts do; 0 where nobody looked.
     """
 
     forward: Work
@@ -121,26 +127,24 @@ class Step:
     messages: Mapping[Message, tuple[float, int]]
     saved: float
     stream: float
+    inside: float = 0.0
+    outside: float = 0.0
 
     def minus(self, other: Step) -> Step:
-        """Return what this has more than another."""
+        """Return what this has more than another; ``stream`` and what is alive are this one's."""
         sent = {
             key: (size - other.messages.get(key, (0.0, 0))[0], calls - other.messages.get(key, (0.0, 0))[1])
             for key, (size, calls) in self.messages.items()
         }
         return Step(
-            forward=_difference(self.forward, other.forward),
-            backward=_difference(self.backward, other.backward),
+            forward=self.forward.minus(other.forward),
+            backward=self.backward.minus(other.backward),
             messages=sent,
             saved=self.saved - other.saved,
             stream=self.stream,
+            inside=self.inside,
+            outside=self.outside,
         )
-
-
-def _difference(more: Work, less: Work) -> Work:
-    found = Counter(more.operators)
-    found.subtract(less.operators)
-    return Work(operators={operator: count for operator, count in found.items() if count})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,16 +156,19 @@ class Part:
         summed: what a micro-step has more whose gradients are added up for an optimizer step, without ``zero``.
         memory: of parameters and their state; activations are 0.
         elements: of parameters.
+        unit: a batch is padded to a multiple of so many rows.
     """
 
     steps: Mapping[int, Step]
     summed: Step
     memory: Memory
     elements: int
+    unit: int = 1
 
     def at(self, rows: float, number: Callable[[Step], float]) -> float:
         """Return a number for any rows: measured, or on the line through the two nearest measured ones."""
         known = list(self.steps)
+        rows = self.unit * math.ceil(rows / self.unit) if self.unit > 1 else rows
         if rows in self.steps:
             return number(self.steps[int(rows)])
         if len(known) == 1:
@@ -185,6 +192,7 @@ class Part:
                 activations=0,
             ),
             elements=self.elements - other.elements,
+            unit=self.unit,
         )
 
 
@@ -265,12 +273,6 @@ class Profiler:
                 self._shape = Shape.of(self.build())
         return self._shape
 
-    @property
-    def rows(self) -> tuple[int, ...]:
-        """Rows of the micro-steps that are traced."""
-        most = 4 if self.seq_len >= _MANY_TOKENS else 16
-        return tuple(rows for rows in _ROWS if rows <= min(most, self.batch_size))
-
     def of(self, spec: ParallelSpec) -> Profile:
         """Return the profile of a layout.
 
@@ -316,17 +318,66 @@ class Profiler:
                 raise SpecError(f"{spec}: a layout has no zero")
             memory = Memory.without_zero([*engine.model.parameters()], [*states.targets.values()], self.optimizer)
             elements = sum(parameter.numel() for parameter in engine.model.parameters())
-            with_sums = _micro_step(engine, self.rows[0], self.seq_len, stand_in, sums=True)
+            unit, rows = self._rows(engine)
+            with_sums = _micro_step(engine, rows[0], self.seq_len, stand_in, sums=True)
             states.close()  # else it would take the gradients
             for parameter in engine.model.parameters():
                 if parameter.requires_grad:
                     parameter.register_post_accumulate_grad_hook(release_gradient)
-            steps = {rows: _micro_step(engine, rows, self.seq_len, stand_in) for rows in self.rows}
+            steps = {count: _micro_step(engine, count, self.seq_len, stand_in, alive=True) for count in rows}
             self.traces += 1 + len(steps)
-            return Part(steps=steps, summed=with_sums.minus(steps[self.rows[0]]), memory=memory, elements=elements)
+            return Part(
+                steps=steps, summed=with_sums.minus(steps[rows[0]]), memory=memory, elements=elements, unit=unit
+            )
+
+    def _rows(self, engine: Engine) -> tuple[int, tuple[int, ...]]:
+        """Return the number of rows that the layout pads a batch to a multiple of, and the rows of the micro-steps to trace."""
+        unit = row_multiple(engine.model, self.seq_len // (engine.world.data_size // engine.world.row_size))
+        most = 4 if self.seq_len >= _MANY_TOKENS else 16
+        rows = tuple(unit * count for count in _ROWS if count <= most and unit * count <= max(self.batch_size, unit))
+        return unit, rows
 
 
-def _micro_step(engine: Engine, rows: int, seq_len: int, stand_in: DryRun, *, sums: bool = False) -> Step:
+class _Alive:
+    """The most bytes that are alive in a micro-step while blocks compute, and while all else does."""
+
+    def __init__(self, memory: LiveBytes) -> None:
+        self._memory = memory
+        self.inside = self.outside = 0.0
+
+    def watch(self, blocks: Sequence[nn.Module]) -> list[Any]:
+        """Look at the first block's begin and the last one's end, in forward and in backward; return the hooks' handles."""
+
+        def begin(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self._now_inside(False)
+
+        def end(_module: nn.Module, _args: Any, output: Any) -> None:
+            self._now_inside(True)
+            for tensor in tree_iter(output):
+                if isinstance(tensor, Tensor) and tensor.requires_grad:
+                    tensor.register_hook(lambda gradient: self._now_inside(False))
+                    break
+
+        return [
+            blocks[0].register_forward_pre_hook(begin, with_kwargs=True),
+            blocks[-1].register_forward_hook(end),
+        ]
+
+    def _now_inside(self, inside: bool) -> None:
+        peak, _ = self._memory.take()
+        if inside:
+            self.inside = max(self.inside, peak)
+        else:
+            self.outside = max(self.outside, peak)
+
+    def close(self) -> None:
+        """Count what came after the last block's backward began."""
+        self._now_inside(True)
+
+
+def _micro_step(
+    engine: Engine, rows: int, seq_len: int, stand_in: DryRun, *, sums: bool = False, alive: bool = False
+) -> Step:
     batch = engine.shard_batch(torch.empty(rows * engine.world.row_size, seq_len, dtype=torch.int64, device="meta"))
     inputs: list[int] = []
 
@@ -334,12 +385,17 @@ def _micro_step(engine: Engine, rows: int, seq_len: int, stand_in: DryRun, *, su
         tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.is_floating_point()]
         inputs.append(tensors[0].nbytes if tensors else 0)
 
-    first = next(iter(find_blocks(engine.model).values()), engine.model)
-    handle = first.register_forward_pre_hook(look, with_kwargs=True)
+    blocks = [*find_blocks(engine.model).values()] or [engine.model]
+    handles: list[Any] = [blocks[0].register_forward_pre_hook(look, with_kwargs=True)]
+    memory = LiveBytes(round_bytes=512)
+    seen = _Alive(memory)
+    if alive:
+        handles += seen.watch(blocks)
     try:
         with (
             stand_in.counting(_Ordered()) as counter,
             count_kernels(counter.as_one),
+            memory if alive else nullcontext(),
             saved_for_backward([*engine.model.parameters()]) as saved,
             record() as log,
         ):
@@ -352,14 +408,19 @@ def _micro_step(engine: Engine, rows: int, seq_len: int, stand_in: DryRun, *, su
                 engine.states.finish(1.0)
                 log.phase = "norm"
                 engine.states.norm()
+            if alive:
+                seen.close()
     finally:
-        handle.remove()
+        for handle in handles:
+            handle.remove()
     return Step(
         forward=Work(operators=Counter(counter.order[: counter.turn])),
         backward=Work(operators=Counter(counter.order[counter.turn :])),
         messages=_messages(log.entries),
         saved=saved.bytes,
         stream=inputs[0] if inputs else 0,
+        inside=seen.inside,
+        outside=seen.outside,
     )
 
 
@@ -367,7 +428,7 @@ def _messages(entries: Sequence[Entry]) -> dict[Message, tuple[float, int]]:
     found: dict[Message, tuple[float, int]] = {}
     for entry in entries:
         if entry.group_size > 1:
-            key = ("gradients" if _is_bucket(entry) else entry.phase, entry.axes, entry.of_weights)
+            key = ("gradients" if _is_bucket(entry) else entry.phase, entry.kind, entry.axes, entry.of_weights)
             size, calls = found.get(key, (0.0, 0))
             found[key] = (size + float(entry.bytes), calls + 1)
     return found

@@ -73,6 +73,8 @@ def _gradient_bytes(chunk: ChunkCost, workload: Workload) -> Floats:
         out[0, end + 1 :] = shard
     if summed:
         out[0, :start] = shard
+    if workload.adds_up_on_device:
+        out[:] = whole
     return out
 
 

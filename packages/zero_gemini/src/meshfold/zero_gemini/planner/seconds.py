@@ -246,7 +246,7 @@ def _again_backward(build: Builder, loads: Loads) -> None:
     build.add("d2h", chunk=down / machine.d2h)
     build.add("pcie", chunk=(up + down) / machine.pcie_both)
     build.add("host memory", chunk=(up + down) / machine.host_memory)
-    build.add("collectives", base=loads.gather_backward + loads.reduce)
+    build.add("collectives", base=loads.gather_backward + (0.0 if loads.workload.sums_once else loads.reduce))
 
 
 TAIL = "tail"

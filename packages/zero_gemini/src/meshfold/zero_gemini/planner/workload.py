@@ -236,12 +236,22 @@ class Workload:
     def moments(self) -> int:
         return len(self.non_model_bytes)
 
+    @property
+    def adds_up_on_device(self) -> bool:
+        """True if gradients of whole chunks stay on the device until the last micro-step: stage 1 sums over the ranks then."""
+        return self.stage == 1 and self.accumulation > 1
+
+    @property
+    def sums_once(self) -> bool:
+        """True if gradients are summed over the ranks once a step, not after every micro-step."""
+        return self.whole_gradients or self.stage == 1
+
     def collected(self, chunk: ChunkCost) -> float:
         """Return the bytes of an element of a whole chunk's gradient, as backward collects it and the ranks send it.
 
         A pushed one is in the parameters' precision and summed on arrival, unless several backwards add to it before.
         """
-        added_up = self.whole_gradients or (self.stage == 1 and self.accumulation > 1)
+        added_up = self.whole_gradients or self.adds_up_on_device
         return self.regime.parameter if chunk.channel and not added_up else self.regime.gradient
 
     @property
