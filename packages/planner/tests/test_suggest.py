@@ -24,8 +24,8 @@ from meshfold.planner.suggestions import Candidate, Clock, Family, candidates, f
 from meshfold.planner.suggestions.profile import Profile, Profiler
 
 H100 = MACHINES["h100x8"]
-CONFIG = LlamaConfig(vocab_size=4096, hidden=512, layers=6, heads=8, kv_heads=8, ffn=1408, max_positions=512)
-RUN = dict(batch_size=16, seq_len=512)
+CONFIG = LlamaConfig(vocab_size=4096, hidden=512, layers=3, heads=8, kv_heads=8, ffn=1408, max_positions=512)
+RUN = dict(batch_size=4, seq_len=512)
 GIB = 2.0**30
 
 
@@ -42,8 +42,8 @@ def suggested(on: Machine | None = None, build: Callable[[], nn.Module] = small,
 
 
 def every_candidate(ranks: int) -> list[Candidate]:
-    found = families(ranks, RUN["batch_size"], RUN["seq_len"], blocks=6, heads=8, experts=0)
-    return [one for family in found for one in candidates(family, RUN["batch_size"], blocks=6)]
+    found = families(ranks, RUN["batch_size"], RUN["seq_len"], blocks=3, heads=8, experts=0)
+    return [one for family in found for one in candidates(family, RUN["batch_size"], blocks=3)]
 
 
 def seconds_of(candidate: Candidate, on: Machine) -> float | None:
@@ -62,16 +62,20 @@ def for_two() -> Suggestion:
 
 def test_first_is_as_fast_as_a_diagonal_of_all_specs() -> None:
     every = every_candidate(2)
-    known = [s for one in every[7 :: len(every) // 3] if (s := seconds_of(one, machine())) is not None]
+    known = [s for one in every[7 :: len(every) // 2] if (s := seconds_of(one, machine())) is not None]
     assert known and for_two().best.speed.seconds <= 1.03 * min(known)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("memory", [79.0, 0.5])
+@pytest.mark.parametrize("memory", [79.0, 0.4])
 def test_first_is_within_three_percent_of_every_spec(memory: float) -> None:
+    """With room for everything, and where gradients and state fit only if ranks share them."""
     on = machine(memory)
-    known = [s for one in every_candidate(2) if (s := seconds_of(one, on)) is not None]
-    assert known and suggested(on).best.speed.seconds <= 1.03 * min(known)
+    known = {one: s for one in every_candidate(2) if (s := seconds_of(one, on)) is not None}
+    best = min(known, key=lambda one: known[one], default=None)
+    assert best is not None
+    first = suggested(on).best
+    assert first.speed.seconds <= 1.03 * known[best], (best.spec.to_dict(), best.recompute, best.accumulate)
 
 
 @lru_cache
@@ -90,51 +94,51 @@ def profiled(layout: str) -> tuple[Profiler, Profile]:
 @pytest.mark.parametrize(
     ("parallel", "recompute", "accumulate"),
     [
-        (dict(data=4), "blocks", 2),
-        (dict(data=4, zero=dict(stage=3)), None, 2),
-        pytest.param(dict(data=2, tensor=2, zero=dict(stage=1)), None, 1, marks=pytest.mark.slow),
-        pytest.param(dict(data=1, tensor=dict(mode="2d", size=4)), None, 2, marks=pytest.mark.slow),
+        (dict(data=4), "blocks", 1),
+        (dict(data=2, zero=dict(stage=1)), None, 2),
+        (dict(data=2, pipeline=dict(size=2, microbatches=2), zero=dict(stage=3)), "blocks", 1),
+        pytest.param(dict(data=4, zero=dict(stage=3)), None, 1, marks=pytest.mark.slow),
+        pytest.param(dict(data=2, tensor=2, zero=dict(stage=2)), None, 2, marks=pytest.mark.slow),
+        pytest.param(dict(data=1, tensor=dict(mode="2.5d", size=4, depth=1)), None, 1, marks=pytest.mark.slow),
+        pytest.param(dict(data=1, tensor=dict(mode="2d", size=4)), None, 1, marks=pytest.mark.slow),
     ],
 )
 def test_an_outlook_is_what_the_whole_plan_says(
     parallel: dict[str, Any], recompute: str | None, accumulate: int
 ) -> None:
-    spec = ParallelSpec.parse({key: value for key, value in parallel.items() if value != 1}, 4)
+    spec = ParallelSpec.parse({key: value for key, value in parallel.items() if value != 1})
     family = Family(spec=replace(spec, zero=None))
     candidate = Candidate(family=family, spec=spec, recompute=recompute, accumulate=accumulate)
     layout = {key: value for key, value in parallel.items() if key == "tensor"}
     on = machine()
-    outlook = Clock(machine=on, batch_size=16, precision="bf16", optimizer="adamw", clip=True).outlook(
-        candidate, profiled(repr(layout))[1]
-    )
+    outlook = clock(on).outlook(candidate, profiled(repr(layout))[1], simulate=True)
     found = plan_of(candidate, small, on, precision="bf16", **RUN)
     assert outlook.seconds == pytest.approx(step_speed(found, on, "bf16").seconds, rel=0.06)
-    if spec.zero is None:
-        assert outlook.memory == pytest.approx(found.memory.total, rel=0.06)
+    assert outlook.memory == pytest.approx(found.memory.total, rel=0.1)
 
 
-def clock(on: Machine, batch_size: int = 16) -> Clock:
+def clock(on: Machine, batch_size: int = 4) -> Clock:
     return Clock(machine=on, batch_size=batch_size, precision="bf16", optimizer="adamw", clip=True)
 
 
-def quickest(on: Machine, batch_size: int = 16) -> float:
+def quickest(on: Machine, batch_size: int = 4) -> float:
     """The seconds of the best outlook that fits, over the layout of one rank."""
     found = []
-    for family in families(8, batch_size, RUN["seq_len"], blocks=6, heads=8, experts=0):
+    for family in families(4, batch_size, RUN["seq_len"], blocks=3, heads=8, experts=0):
         layout = family.layout.to_dict()
         layout.pop("data", None)
         if layout:
             continue
         profile = profiled(repr(layout))[1]
-        for candidate in candidates(family, batch_size, blocks=6):
+        for candidate in candidates(family, batch_size, blocks=3):
             outlook = clock(on, batch_size).outlook(candidate, profile)
             if outlook.memory <= on.memory:
                 found.append(outlook.seconds)
     return min(found, default=float("inf"))
 
 
-@settings(max_examples=4, deadline=None)
-@given(st.floats(0.1, 4.0), st.floats(1.0, 3.0))
+@settings(max_examples=3, deadline=None)
+@given(st.floats(0.1, 1.0), st.floats(1.0, 3.0))
 def test_more_memory_is_never_slower(memory: float, factor: float) -> None:
     assert quickest(machine(memory * factor)) <= quickest(machine(memory)) * (1 + 1e-9)
 
@@ -147,7 +151,7 @@ def test_a_faster_link_is_never_slower(factor: float, link: str) -> None:
 
 
 @settings(max_examples=2, deadline=None)
-@given(st.sampled_from([8, 16, 32]))
+@given(st.sampled_from([4, 8]))
 def test_a_doubled_batch_never_lowers_tokens_a_second(batch_size: int) -> None:
     assert quickest(machine(), 2 * batch_size) <= 2 * quickest(machine(), batch_size) * (1 + 1e-9)
 
@@ -162,9 +166,9 @@ def test_what_fits_under_a_limit_fits_under_a_larger_one() -> None:
 def test_few_traces_and_plans() -> None:
     """The time of a suggestion is that of its traces, of one block and of two, and of its plans."""
     found = for_two()
-    layouts = {str(family.layout.to_dict()) for family in families(2, 16, 512, blocks=6, heads=8, experts=0)}
-    assert found.considered > 100 and found.plans <= 8
-    assert found.traces <= 2 * 4 * len(layouts)
+    layouts = {str(family.layout.to_dict()) for family in families(2, 4, 512, blocks=3, heads=8, experts=0)}
+    assert found.considered > 50 and found.plans <= 8
+    assert found.traces <= 2 * 3 * (len(layouts) - 1), "layouts that cannot win are not traced"
 
 
 @pytest.mark.slow

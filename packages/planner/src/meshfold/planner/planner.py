@@ -98,8 +98,18 @@ def estimate(
             name=name,
         )
         alone = replace(spec, pipeline=None, zero=None)
-        without = {**asked, "recompute": None if recompute is None else "blocks", "kernels": "off"}
-        return estimate_pipeline(build, spec, estimate(build, alone, **without), **asked)
+        with start_fake(alone.world_size), DryRun():
+            engine = Engine(
+                build,
+                parallel=alone,
+                precision=precision if fp8 is None else dict(name=precision, matmul="fp8", recipe=fp8),
+                device="meta",
+                rules=rules,
+                recompute=None if recompute is None else "blocks",
+                kernels="off",
+            )
+            whole = _described(engine, alone, batch_size * seq_len, fp8_gather)
+        return estimate_pipeline(build, spec, whole, **asked)
     begin = time.perf_counter()
     on = machine or MACHINES["h200x8"]
     with (
@@ -145,26 +155,37 @@ def estimate(
         update_bytes = memory.update_bytes(clip=clip) if zero is None else 0
         cast = fp8_cast_bytes(engine.model, engine.precision.fp8, spec, accumulate)
         memory = replace(memory, parameters=memory.parameters + cast)
-        report = engine.report
-        local = sum(parameter.numel() for parameter in engine.model.parameters())
-        return Estimate(
-            spec=spec,
-            world_size=spec.world_size,
-            parameters=sum(math.prod(metadata_on(p, engine.mesh).placement.shape) for p in engine.model.parameters()),
-            local_parameters=local,
-            tokens=batch_size * seq_len,
+        return replace(
+            _described(engine, spec, batch_size * seq_len, fp8_gather),
             memory=memory,
             traffic=tuple(summarize_traffic(entries, engine.world.outer_axes)),
             work=work,
             update_bytes=update_bytes,
-            shapes={name: source.shape for name, source in engine.model_state.sources().items()},
-            summary="" if report is None else _in_a_line(report),
-            report="" if report is None else str(report),
             seconds=time.perf_counter() - begin,
             plan=None if zero is None else zero.plan,
             refusal="" if zero is None else zero.refusal,
-            fp8=_fp8_report(engine, spec, fp8_gather),
         )
+
+
+def _described(engine: Engine, spec: ParallelSpec, tokens: int, fp8_gather: str) -> Estimate:
+    """Return what is known of an engine without a step: its parameters, and what was done to its layers."""
+    report = engine.report
+    return Estimate(
+        spec=spec,
+        world_size=spec.world_size,
+        parameters=sum(math.prod(metadata_on(p, engine.mesh).placement.shape) for p in engine.model.parameters()),
+        local_parameters=sum(parameter.numel() for parameter in engine.model.parameters()),
+        tokens=tokens,
+        memory=Memory(parameters=0, masters=0, gradients=0, optimizer=0, activations=0),
+        traffic=(),
+        work=Work(),
+        update_bytes=0,
+        shapes={name: source.shape for name, source in engine.model_state.sources().items()},
+        summary="" if report is None else _in_a_line(report),
+        report="" if report is None else str(report),
+        seconds=0.0,
+        fp8=_fp8_report(engine, spec, fp8_gather),
+    )
 
 
 def _fp8_report(engine: Engine, spec: ParallelSpec, gather: str) -> str:

@@ -235,7 +235,8 @@ def with_collectives(trace: Trace, log: Log, mesh: Mesh, machine: Machine) -> Tr
     for phase in ("forward", "backward"):
         sent = [entry for entry in log.entries if entry.phase == phase and entry.group_size > 1]
         spent = sum(
-            machine.message_seconds(entry.kind, float(entry.bytes), machine.slowest(mesh, entry.axes, entry.kind)) for entry in sent
+            machine.message_seconds(entry.kind, float(entry.bytes), machine.slowest(mesh, entry.axes, entry.kind))
+            for entry in sent
         )
         half = [i for i, moment in enumerate(moments) if moment.backward == (phase == "backward")]
         whole = sum(moments[i].seconds for i in half)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 
 from meshfold.mesh import LayoutError, Mesh
-from meshfold.planner.clock import MATMULS
 from meshfold.planner.suggestions.layouts import Family
 from meshfold.planner.suggestions.outlook import Clock
 from meshfold.planner.suggestions.profile import Profile
@@ -34,7 +33,7 @@ class Bound:
         )
         self.tokens, self.shape = rows * seq_len, serial.shape
         # A layout whose ranks share the vocabulary may keep logits that a single rank computes twice.
-        rate = MATMULS * clock.machine.flops[clock.precision]
+        rate = clock.machine.efficiency.matmuls * clock.machine.flops[clock.precision]
         self.rest = min(rest, 6 * self.shape.head * self.tokens / rate)
         self.stream = serial.block.at(rows, lambda step: step.stream)  # bytes of the whole batch
         self.width = 2 if clock.precision in ("bf16", "fp16") else 4 if clock.precision == "fp32" else 8

@@ -7,7 +7,6 @@ of equal stages, or, with ``simulate``, of the schedule itself.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -20,10 +19,10 @@ from meshfold.mesh.spec import ZeroSpec
 from meshfold.pipeline import Costs, schedule, simulate_costs
 from meshfold.planner.clock import Work, optimizer_seconds
 from meshfold.planner.estimates import MOMENTS, Memory
-from meshfold.planner.machines import OPTIMIZER, Machine
+from meshfold.planner.machines import Machine
 from meshfold.planner.suggestions.layouts import Candidate
 from meshfold.planner.suggestions.profile import Message, Part, Profile, Step
-from meshfold.planner.suggestions.rank_bytes import RankBytes, outer_axes
+from meshfold.planner.suggestions.rank_bytes import RankBytes
 from meshfold.planner.suggestions.stages import idle_share, rank_of
 from meshfold.zero_gemini.planner import Regime
 
@@ -122,7 +121,7 @@ class Clock:
     clip: bool
     _works: dict[Any, Seconds] = field(default_factory=dict)
     _regimes: dict[Any, Regime] = field(default_factory=dict)
-    _rates: dict[Any, float] = field(default_factory=dict)
+    waiting: dict[Any, Seconds] = field(default_factory=dict)
 
     def outlook(self, candidate: Candidate, profile: Profile, *, simulate: bool = False) -> Outlook:
         """Return a candidate's outlook.
@@ -159,14 +158,15 @@ class Clock:
     def regime_of(self, candidate: Candidate) -> Regime:
         """Return the bytes that an element takes under ``zero``."""
         alone = candidate.accumulate == 1 and candidate.family.stages == 1
-        ranks = math.prod(candidate.spec.axes[axis] for axis in outer_axes(candidate.spec))
-        key = (ranks == 1, alone)
+        spec = candidate.spec
+        shared = candidate.family.data > 1 or (spec.sequence is not None and spec.sequence.size > 1)
+        key = (shared, alone)
         if key not in self._regimes:
             self._regimes[key] = regime_of(
-                candidate.spec.zero or ZeroSpec(stage=1),
+                spec.zero or ZeroSpec(stage=1),
                 Precision.parse(self.precision),
                 accumulation=1 if alone else 2,
-                ranks=1 if ranks == 1 else 2,
+                ranks=2 if shared else 1,
                 moments=MOMENTS[self.optimizer],
             )
         return self._regimes[key]
@@ -175,6 +175,13 @@ class Clock:
     def waits_for_norm(self) -> bool:
         """True if no gradient is used before all have arrived."""
         return self.clip or MOMENTS[self.optimizer] != 2 or self.precision == "fp64"
+
+    def messages(
+        self, sizes: tuple[tuple[str, int], ...], kind: str, axes: tuple[str, ...], sent: float, calls: int
+    ) -> float:
+        """Return the seconds of collectives over axes of a mesh, which send so many bytes together."""
+        rate = self.machine.link_rate(sizes, axes, kind)
+        return self.machine.message_seconds(kind, sent, rate, calls=calls)
 
     def rate(self, spec: ParallelSpec, axes: tuple[str, ...], kind: str = "all_reduce") -> float:
         """Return the bytes a second that a rank sends over axes of the spec's mesh."""
@@ -198,6 +205,7 @@ class _Reckoning:
         self.stages, self.micro, self.rows = candidate.family.stages, self.bytes.micro, self.bytes.rows
         self.counts, self.repeated, self.zero = self.bytes.counts, self.bytes.repeated, self.spec.zero
         self.outer, self.ranks = self.bytes.outer, self.bytes.ranks
+        self.axes = tuple(self.bytes.axes.items())
 
     def outlook(self, *, simulate: bool) -> Outlook:
         """Return all numbers."""
@@ -242,11 +250,14 @@ class _Reckoning:
 
     def _seconds(self, part: Part, phase: str) -> Seconds:
         """Return a micro-step's seconds of a part's forward or backward, and of the messages that the next operator waits for."""
-        found, waits = self.clock.seconds_of(part, self.rows, phase), 0.0
-        for (when, kind, axes, of_weights), (sent, calls) in self._messages(part):
-            if (when == "backward") == (phase == "backward") and when != "gradients" and not of_weights:
-                waits += calls * self.machine.latency + sent / self.clock.rate(self.spec, axes, kind)
-        return Seconds(found.in_turn, found.launches, waits)
+        key = (id(part), self.rows, phase, self.axes)
+        if key not in self.clock.waiting:
+            found, waits = self.clock.seconds_of(part, self.rows, phase), 0.0
+            for (when, kind, axes, of_weights), (sent, calls) in self._messages(part):
+                if (when == "backward") == (phase == "backward") and when != "gradients" and not of_weights:
+                    waits += self.clock.messages(self.axes, kind, axes, sent, calls)
+            self.clock.waiting[key] = Seconds(found.in_turn, found.launches, waits)
+        return self.clock.waiting[key]
 
     def _sums(self, part: Part) -> Seconds:
         """Return a micro-step's seconds of adding up gradients, without ``zero``."""
@@ -267,16 +278,15 @@ class _Reckoning:
             for (_, kind, axes, of_weights), (sent, calls) in self._messages(part):
                 if of_weights:
                     again = times * self.micro
-                    total += again * (calls * self.machine.latency + sent / self.clock.rate(self.spec, axes, kind))
+                    total += again * self.clock.messages(self.axes, kind, axes, sent, calls)
             for (phase, kind, axes, _), (sent, calls) in part.summed.messages.items():
                 if phase == "gradients" and self.spec.expert is not None and self.zero is None:
-                    total += times * (calls * self.machine.latency + sent / self.clock.rate(self.spec, axes, kind))
+                    total += times * self.clock.messages(self.axes, kind, axes, sent, calls)
         if self.ranks == 1 or (self.spec.expert is not None and self.zero is None):
             return total
         if self.zero is None:
-            rate, share = self.clock.rate(self.spec, self.outer), (self.ranks - 1) / self.ranks
-            calls = -(-held.gradients // BUCKET_BYTES)
-            return total + 2 * share * held.gradients / rate + calls * self.machine.latency
+            sent, calls = 2 * (self.ranks - 1) / self.ranks * held.gradients, -(-held.gradients // BUCKET_BYTES)
+            return total + self.clock.messages(self.axes, "all_reduce", self.outer, sent, calls)
         gather, reduction = self._collectives(held)
         gathers = 2 * self.micro if self.zero.stage == 3 else 1
         return total + gathers * gather + (1 if self._sums_once else self.micro) * reduction
@@ -290,7 +300,7 @@ class _Reckoning:
         """Return the seconds of gathering all parameters once under ``zero``, and of reducing all gradients once."""
         if self.ranks == 1:
             return 0.0, 0.0
-        rate, share = self.clock.rate(self.spec, self.outer), (self.ranks - 1) / self.ranks
+        rate, share = self.machine.link_rate(self.axes, self.outer), (self.ranks - 1) / self.ranks
         return share * held.parameters / rate, share * self.bytes.elements(held) * self.bytes.regime.gradient / rate
 
     def _with_chunks(self, forward: float, backward: float, optimizer: float, held: Memory) -> float:
@@ -365,13 +375,13 @@ class _Reckoning:
 
     def _message(self) -> float:
         """Return the seconds of a message between neighbouring stages."""
-        return self.machine.latency + self.bytes.stream / self.clock.rate(self.spec, ("pipe",), "send")
+        return self.clock.messages(self.axes, "send", ("pipe",), self.bytes.stream, 1)
 
     def _optimizer(self, held: Memory) -> float:
         if self.zero is None:
             return optimizer_seconds(held.update_bytes(clip=self.clock.clip), self.machine)
         elements = self.bytes.elements(held) / self.ranks
-        return elements * self.bytes.regime.step / (OPTIMIZER * self.machine.memory_rate)
+        return elements * self.bytes.regime.step / (self.machine.efficiency.optimizer * self.machine.memory_rate)
 
     def _offload(self, memory: float, busy: float) -> float:
         """Return the seconds of copies of state that does not fit, beyond what compute hides."""

@@ -6,6 +6,7 @@ numbers of rows, on meta tensors. The second block's share is every block's.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -197,6 +198,25 @@ class Part:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Alive:
+    """Bytes of a micro-step.
+
+    Attributes:
+        kept: of a block, for its backward.
+        stream: of its input.
+        rest: kept for backward by all else.
+        inside: alive at most while the block of a model with a single one computes.
+        outside: the same while all else does.
+    """
+
+    kept: float
+    stream: float
+    rest: float
+    inside: float
+    outside: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class Profile:
     """Costs of a layout.
 
@@ -211,6 +231,20 @@ class Profile:
     shape: Shape
     block: Part
     rest: Part
+    _alive: dict[float, Alive] = field(default_factory=dict, repr=False)
+
+    def alive(self, rows: float) -> Alive:
+        """Return the bytes of a micro-step of some rows."""
+        if rows not in self._alive:
+            block, rest = self.block, self.rest
+            self._alive[rows] = Alive(
+                kept=block.at(rows, lambda step: step.saved),
+                stream=block.at(rows, lambda step: step.stream),
+                rest=max(0.0, rest.at(rows, lambda step: step.saved)),
+                inside=rest.at(rows, lambda step: step.inside),
+                outside=rest.at(rows, lambda step: step.outside),
+            )
+        return self._alive[rows]
 
     def memory(self, blocks: float) -> Memory:
         """Return the memory of the parameters and their state, with this many blocks."""
@@ -264,6 +298,7 @@ class Profiler:
     traces: int = 0
     _found: dict[str, Profile | MeshfoldError] = field(default_factory=dict)
     _shape: Shape | None = None
+    _models: dict[int | None, nn.Module] = field(default_factory=dict)
 
     @property
     def shape(self) -> Shape:
@@ -272,6 +307,10 @@ class Profiler:
             with torch.device("meta"):
                 self._shape = Shape.of(self.build())
         return self._shape
+
+    def knows(self, spec: ParallelSpec) -> bool:
+        """Return True if a layout was traced already."""
+        return str(spec.to_dict()) in self._found
 
     def of(self, spec: ParallelSpec) -> Profile:
         """Return the profile of a layout.
@@ -300,10 +339,14 @@ class Profiler:
         return Profile(spec=spec, shape=shape, block=block, rest=one.minus(block))
 
     def _shortened(self, blocks: int | None) -> nn.Module:
-        model = self.build()
-        if blocks is not None and self.shape.path is not None:
-            del model.get_submodule(self.shape.path)[blocks:]  # type: ignore[operator]
-        return model
+        """Return a copy of the model on the meta device, with its first blocks only."""
+        if blocks not in self._models:
+            with torch.device("meta"):
+                model = self.build()
+            if blocks is not None and self.shape.path is not None:
+                del model.get_submodule(self.shape.path)[blocks:]  # type: ignore[operator]
+            self._models[blocks] = model
+        return copy.deepcopy(self._models[blocks])
 
     def _micro_steps(self, spec: ParallelSpec, blocks: int | None) -> Part:
         """Return the costs of a shortened model."""

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from meshfold.mesh import ParallelSpec
 from meshfold.planner.estimates import Memory
 from meshfold.planner.suggestions.layouts import Candidate
 from meshfold.planner.suggestions.profile import Profile
@@ -14,15 +13,16 @@ from meshfold.planner.zero_estimate import WORKSPACE_BYTES
 from meshfold.zero_gemini.planner import Regime
 
 
-def outer_axes(spec: ParallelSpec) -> tuple[str, ...]:
+def outer_axes(axes: Mapping[str, int]) -> tuple[str, ...]:
     """Return the axes over which gradients are summed: those of data and of the sequence."""
-    return tuple(axis for axis, size in spec.axes.items() if axis in ("data", "seq", "ring", "ulysses") and size > 1)
+    return tuple(axis for axis, size in axes.items() if axis in ("data", "seq", "ring", "ulysses") and size > 1)
 
 
 class RankBytes:
     """One candidate's bytes.
 
     Attributes:
+        axes: of the spec's mesh.
         micro: micro-batches, or micro-steps, of an optimizer step.
         rows: sequences of each.
         counts: blocks of each stage.
@@ -56,10 +56,14 @@ class RankBytes:
         self.of_ranks = [0] * self.stages
         for stage, count in enumerate(self.counts):
             self.of_ranks[rank_of(stage, self.stages, self.pipeline)] += count
-        self.outer = outer_axes(spec)
-        self.ranks = math.prod(spec.axes[axis] for axis in self.outer)
-        self.kept = profile.block.at(self.rows, lambda step: step.saved)
-        self.stream = profile.block.at(self.rows, lambda step: step.stream)
+        self._last = rank_of(len(self.counts) - 1, self.stages, self.pipeline)
+        # The first rank, that of the last stage, or that with most blocks is the fullest.
+        self._looked_at = {0, self._last, self.of_ranks.index(max(self.of_ranks))}
+        self.axes = spec.axes
+        self.outer = outer_axes(self.axes)
+        self.ranks = math.prod(self.axes[axis] for axis in self.outer)
+        self.alive = profile.alive(self.rows)
+        self.kept, self.stream = self.alive.kept, self.alive.stream
         self.repeated = 0.0 if candidate.recompute is None else 1.0
         if candidate.recompute == "auto":
             self.repeated = self._share_to_repeat(limit)
@@ -95,17 +99,6 @@ class RankBytes:
             return held.total + most, 0.0
         return max(self._with_zero(rank, live) for rank in self._looked_at)
 
-    @property
-    def _last(self) -> int:
-        """The rank of the last stage."""
-        return rank_of(len(self.counts) - 1, self.stages, self.pipeline)
-
-    @property
-    def _looked_at(self) -> set[int]:
-        """The ranks that may be the fullest: the first, that of the last stage, and that with most blocks."""
-        most = max(self.of_ranks)
-        return {0, self._last, self.of_ranks.index(most)}
-
     def _edge(self, rank: int) -> float:
         """Return a rank's share of the parameters outside blocks: embeddings in the first stage, the head in the last."""
         total = self.shape.embedded + self.shape.head
@@ -129,7 +122,7 @@ class RankBytes:
     def _activations(self, rank: int, live: Sequence[float] | None, repeated: float | None = None) -> float:
         """Return the bytes kept for backward on a rank: with one block's own, while that block is recomputed."""
         repeated = self.repeated if repeated is None else repeated
-        rest = max(0.0, self.profile.rest.at(self.rows, lambda step: step.saved)) * (rank == self._last)
+        rest = self.alive.rest * (rank == self._last)
         again = (self.kept - self.stream) * (repeated > 0)
         at_once = self._at_once(rank, live)
         return self.of_ranks[rank] * self._of_block(repeated) * at_once + max(rest * at_once, again)
@@ -137,11 +130,8 @@ class RankBytes:
     def _alive(self, rank: int, live: Sequence[float] | None, repeated: float) -> tuple[float, float]:
         """Return all bytes that are alive at most while a block computes, and while what is around blocks does."""
         count, of_block = self.of_ranks[rank], self._of_block(repeated)
-        inside, outside = (
-            self.profile.rest.at(self.rows, number) for number in (lambda step: step.inside, lambda step: step.outside)
-        )
-        rest = max(0.0, self.profile.rest.at(self.rows, lambda step: step.saved))
-        others = (self._at_once(rank, live) - 1) * (count * of_block + rest * (rank == self._last))
+        inside, outside = self.alive.inside, self.alive.outside
+        others = (self._at_once(rank, live) - 1) * (count * of_block + self.alive.rest * (rank == self._last))
         if rank != self._last:
             outside = 0.0
         return (
@@ -170,9 +160,7 @@ class RankBytes:
         most = max(
             inside + gathered * 2 * block + passing * 2 * block + gradients * early,
             outside + gathered * head + gradients * early,
-            gradients * late
-            + (gathered + passing) * 2 * block
-            + self.profile.rest.at(self.rows, lambda step: step.inside) / 2,
+            gradients * late + (gathered + passing) * 2 * block + self.alive.inside / 2,
         )
         fixed = parameters + state + WORKSPACE_BYTES
         return fixed + most, parameters + state + gradients * late

@@ -1,8 +1,9 @@
 """Best-first search: families by a bound, their candidates by outlook, the most promising by a whole plan.
 
-A node of the queue is a family with a bound on its seconds, then a candidate with its outlook, then one whose schedule was
-simulated. The first node decides what happens next, so that only layouts that can win are traced, and only candidates that can win
-are planned. The search ends when no node is faster than the best plan by more than :data:`TOLERANCE`, or after ``plans`` plans.
+A node of the queue is a family with a bound on its seconds, then with the best outlook of its likely profile, then a candidate with
+its outlook, then one whose schedule was simulated. The first node decides what happens next, so that only layouts that can win are
+traced, and only candidates that can win are planned. Traced layouts correct the likely profiles of those that are alike. The search
+ends when no node is faster than the best plan by more than :data:`TOLERANCE`, or after ``plans`` plans.
 """
 
 from __future__ import annotations
@@ -22,15 +23,20 @@ from meshfold.planner.estimates import Estimate
 from meshfold.planner.machines import Machine
 from meshfold.planner.suggestions.bound import Bound
 from meshfold.planner.suggestions.layouts import Candidate, Family, candidates, families
+from meshfold.planner.suggestions.likely import Likely
 from meshfold.planner.suggestions.options import Option, Rejected, Suggestion, option_of, plan_of, what_costs
 from meshfold.planner.suggestions.outlook import Clock, Outlook
 from meshfold.planner.suggestions.profile import Profile, Profiler
 
 TOLERANCE = 0.01
 """Seconds that are so near to the best are as good: then the simpler spec is first, and the search ends."""
-_FAMILY, _CANDIDATE, _SIMULATED = range(3)
+_FAMILY, _LIKELY, _CANDIDATE, _SIMULATED = range(4)
 _KEPT_PER_FAMILY = 24
 _FAR = 1.1  # times as slow as the best: not worth a whole plan
+_TELLING = ("1f1b", "zb-h2", "zb-v")  # schedules with the least idle time, and the least memory
+_LEAST_TENSOR = (
+    0.92  # share of its likely seconds that a tensor mode takes at least: a split head and MLP fuse a little more
+)
 
 
 def suggest(
@@ -162,6 +168,8 @@ class _Search:
     planned: list[Option] = field(default_factory=list)
     refused: dict[str, Rejected] = field(default_factory=dict)
     nearest: dict[str, tuple[Candidate, Outlook]] = field(default_factory=dict)
+    expected: dict[str, tuple[Candidate, Outlook]] = field(default_factory=dict)  # by likely profiles
+    took: dict[Any, float] = field(default_factory=dict)  # times as long as likely, by kind of split
     ratios: dict[Any, tuple[float, float]] = field(default_factory=dict)
     unopened: list[tuple[float, Family]] = field(default_factory=list)
     least: float = float("inf")  # the lowest outlook of a candidate that should fit
@@ -208,11 +216,15 @@ class _Search:
             self._push(bound.seconds(family), family.entries, _FAMILY, family)
         while self.queue and not self._is_done():
             seconds, _, _, kind, node = heapq.heappop(self.queue)
-            if kind == _FAMILY:
-                if seconds < (1 - TOLERANCE) * self.least:
-                    self._open(node, seconds)
-                else:
+            if kind in (_FAMILY, _LIKELY):
+                if seconds >= (1 - TOLERANCE) * self.least:
                     self.unopened.append((seconds, node))
+                elif kind == _FAMILY and not self.profiler.knows(node.layout):
+                    self._look_at(node, seconds)
+                elif kind == _LIKELY and (price := self._likely_seconds(node)) > seconds * 1.001:
+                    self._push(price, node.entries, _LIKELY, node)  # a traced layout that is alike was slower
+                else:
+                    self._open(node, seconds)
             elif not self._reprice(seconds, kind, node):
                 self._close(kind, node)
         options = sorted((one for one in self.planned if not one.misfit), key=lambda one: one.speed.seconds)
@@ -246,6 +258,8 @@ class _Search:
                 "causal language model whose forward takes token ids and labels and returns a loss; write parallel=dict(...) for "
                 "others"
             ) from error
+        width = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}[self.precision]
+        self.likely = Likely(profile, self.seq_len, width)
         return Bound(profile, self.clock, self.ranks, self.seq_len)
 
     def _push(self, seconds: float, simplicity: Any, kind: int, node: Any) -> None:
@@ -261,8 +275,46 @@ class _Search:
             return True
         return following >= (1 - TOLERANCE) * best and len(fitting) >= self.options
 
+    def _look_at(self, family: Family, bound: float) -> None:
+        """Put a family back with the best outlook of its likely profile; without one that fits, leave it out."""
+        profile = self.likely.of(family)
+        made = self._fitting(family, profile, schedules=_TELLING)
+        if not made:
+            why = f"no setting of it fits in {format_bytes(round(self.machine.memory))}"
+            self.refused[str(family.spec.to_dict())] = Rejected(
+                family=family, seconds=float("inf"), candidate=None, outlook=None, why=why
+            )
+            return
+        self.expected[str(family.spec.to_dict())] = made[0][2:]
+        self._push(max(bound, self._likely_seconds(family)), family.entries, _LIKELY, family)
+
+    def _likely_seconds(self, family: Family) -> float:
+        """Return the expected seconds of a family: of its likely profile, times what traced layouts took that are alike."""
+        _, outlook = self.expected[str(family.spec.to_dict())]
+        ratio = 1.0
+        for kind in _kinds(family):
+            ratio *= self.took.get(kind, _LEAST_TENSOR if kind[0] == "tensor" else 1.0)
+        return outlook.seconds * ratio
+
+    def _fitting(
+        self, family: Family, profile: Profile, *, schedules: tuple[str, ...] = ()
+    ) -> list[tuple[float, Any, Candidate, Outlook]]:
+        """Return a family's candidates that may fit, fastest first; of a pipeline with ``schedules`` those with them."""
+        made = []
+        for candidate in candidates(family, self.batch_size, blocks=profile.shape.blocks):
+            if self.accumulate not in (None, candidate.accumulate):
+                continue
+            pipeline = candidate.spec.pipeline
+            if schedules and pipeline is not None and pipeline.schedule not in schedules:
+                continue
+            self.considered += not schedules  # others are counted when their layout is traced
+            outlook = self.clock.outlook(candidate, profile)
+            if self._can_fit(candidate, outlook, self._ratio(candidate)[1]):
+                made.append((outlook.seconds, candidate.complexity, candidate, outlook))
+        return sorted(made, key=lambda one: one[:2])
+
     def _open(self, family: Family, bound: float) -> None:
-        """Trace a family's layout, and put its candidates into the queue; none is expected to be faster than the bound."""
+        """Trace a family's layout, and put its candidates into the queue."""
         fitting = [one.speed.seconds for one in self.planned if not one.misfit]
         key = str(family.spec.to_dict())
         try:
@@ -272,18 +324,14 @@ class _Search:
                 family=family, seconds=float("inf"), candidate=None, outlook=None, why=_sentence(error)
             )
             return
-        made = []
-        for candidate in candidates(family, self.batch_size, blocks=profile.shape.blocks):
-            if self.accumulate not in (None, candidate.accumulate):
-                continue
-            self.considered += 1
-            outlook = self.clock.outlook(candidate, profile)
-            if self._can_fit(candidate, outlook, self._ratio(candidate)[1]):
-                made.append((max(bound, outlook.seconds), candidate.complexity, candidate, outlook))
-        made.sort(key=lambda one: one[:2])
+        made = self._fitting(family, profile)
         if made:
             self.nearest[key] = made[0][2], made[0][3]
             self.least = min(self.least, made[0][0])
+            kinds = _kinds(family)
+            if len(kinds) == 1 and key in self.expected:
+                took = made[0][0] / self.expected[key][1].seconds
+                self.took[kinds[0]] = min(took, self.took.get(kinds[0], took))
         for seconds, complexity, candidate, outlook in made[:_KEPT_PER_FAMILY]:
             if not fitting or len(fitting) < self.options or seconds < min(fitting):
                 kind = _SIMULATED if family.stages == 1 else _CANDIDATE
@@ -392,9 +440,10 @@ class _Search:
                         why=what_costs(outlook, best),
                     )
                 )
-        left = [(seconds, node) for seconds, _, _, kind, node in self.queue if kind == _FAMILY]
+        left = [(seconds, node) for seconds, _, _, kind, node in self.queue if kind in (_FAMILY, _LIKELY)]
         for seconds, family in (*self.unopened, *left):
-            why = "its operators and messages alone take as long"
+            known = self.expected.get(str(family.spec.to_dict()))
+            why = "its operators and messages alone take as long" if known is None else what_costs(known[1], best)
             found.append(Rejected(family=family, seconds=seconds, candidate=None, outlook=None, why=why))
         return [*sorted(found, key=lambda one: one.seconds), *self.refused.values()]
 
@@ -423,6 +472,19 @@ class _Search:
             f"with parallel={spec} a rank holds {format_bytes(least_one.bytes)}. Take more ranks, a smaller batch, shorter "
             "sequences or larger devices"
         )
+
+
+def _kinds(family: Family) -> list[tuple[str, ...]]:
+    """Return the kinds of split whose layouts are slower than likely by about the same."""
+    spec, found = family.spec, []
+    if spec.tensor is not None:
+        extra = "megatron" if spec.sequence is not None and spec.sequence.mode == "megatron" else ""
+        found.append(("tensor", spec.tensor.mode_name, str(spec.tensor.attention), extra))
+    if spec.sequence is not None and spec.sequence.mode != "megatron":
+        found.append(("sequence", str(spec.sequence.mode)))
+    if spec.expert is not None:
+        found.append(("expert",))
+    return found
 
 
 def _alike(candidate: Candidate) -> Any:
