@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from meshfold.planner.suggestions.explain import explained
 from meshfold.planner.suggestions.here import choice_words, local_machine, suggest_here
 from meshfold.planner.suggestions.layouts import Candidate, Family, candidates, families
 from meshfold.planner.suggestions.options import Option, Rejected, Suggestion, option_of, plan_of
 from meshfold.planner.suggestions.outlook import Clock, Outlook
-from meshfold.planner.suggestions.search import explained, suggest
+from meshfold.planner.suggestions.search import suggest
 from meshfold.planner.suggestions.text import (
     breakdown,
     draw_suggestion,

@@ -22,7 +22,6 @@ from meshfold.engine import Engine
 from meshfold.engine.model import find_blocks
 from meshfold.engine.sequence import counted_attention
 from meshfold.engine.states import PlainStates
-from meshfold.experts import find_experts
 from meshfold.kernels import count_kernels
 from meshfold.mesh import Entry, MeshfoldError, ParallelSpec, SpecError, record
 from meshfold.mesh.model_io import DryRun, LiveBytes, Operator, OperatorCounter, saved_for_backward
@@ -30,6 +29,7 @@ from meshfold.mesh.processes import start_fake
 from meshfold.planner.clock import Work
 from meshfold.planner.estimates import Memory
 from meshfold.planner.planner import run_micro_step
+from meshfold.planner.suggestions.shape import Shape
 from meshfold.planner.zero_estimate import release_gradient
 from meshfold.tensor_parallel.convert import row_multiple
 
@@ -37,72 +37,6 @@ _ROWS = (1, 4, 16)
 """Rows of the micro-steps, by the rows that a layout pads a batch to: code may choose its way by the number of rows, as that of the
 loss does for few tokens."""
 _MANY_TOKENS = 2048  # of a sequence: then two numbers of rows are enough
-
-
-@dataclass(frozen=True, kw_only=True)
-class Shape:
-    """Sizes of a model.
-
-    Attributes:
-        blocks: repeated ones; 1 if they differ, and the model is taken as one block.
-        path: of the list that has them; None if they differ.
-        heads: of attention; None if its config does not say.
-        key_values: heads of keys and values by heads of queries.
-        experts: of a layer; 0 without.
-        parameters: of the whole model.
-        embedded: those of embeddings, which are in a pipeline's first stage.
-        head: elements of matrices outside blocks and embeddings, which its last stage multiplies with.
-        block: elements of a block's matrices.
-    """
-
-    blocks: int
-    path: str | None
-    heads: int | None
-    key_values: float
-    experts: int
-    parameters: int
-    embedded: int
-    head: int
-    block: int
-
-    @classmethod
-    def of(cls, model: nn.Module) -> Shape:
-        """Return the shape of a model; its parameters may be on the meta device."""
-        blocks = find_blocks(model)
-        lists = {name.rpartition(".")[0] for name in blocks}
-        sizes = [Counter(tuple(p.shape) for p in block.parameters()) for block in blocks.values()]
-        alike = len(lists) == 1 and len(blocks) > 2 and all(size == sizes[0] for size in sizes)
-        path = lists.pop() if alike else None
-        inside = {parameter for block in blocks.values() for parameter in block.parameters()}
-        tables = {p for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
-        matrices = [p for p in model.parameters() if p.dim() > 1]
-        tied = sum(p.numel() for p in tables) if _is_tied(model) else 0
-        mixtures = find_experts(model)
-        heads = _named(model, "num_attention_heads", "heads", "n_head")
-        shared = _named(model, "num_key_value_heads", "kv_heads")
-        return cls(
-            blocks=len(blocks) if alike else 1,
-            path=path,
-            heads=heads,
-            key_values=shared / heads if shared and heads else 1.0,
-            experts=mixtures[0].num_experts if mixtures else 0,
-            parameters=sum(p.numel() for p in model.parameters()),
-            embedded=sum(p.numel() for p in tables),
-            head=tied + sum(p.numel() for p in matrices if p not in inside and p not in tables),
-            block=sum(p.numel() for p in matrices if p in inside) // max(1, len(blocks) if alike else 1),
-        )
-
-
-def _is_tied(model: nn.Module) -> bool:
-    names: dict[nn.Parameter, int] = Counter(p for _, p in model.named_parameters(remove_duplicate=False))
-    return any(names[p] > 1 for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters())
-
-
-def _named(model: nn.Module, *names: str) -> int | None:
-    """Return the first number of these names in a model's config."""
-    config = getattr(model, "config", None)
-    found = [getattr(config, name, None) for name in names]
-    return next((number for number in found if isinstance(number, int)), None)
 
 
 Message = tuple[str, str, tuple[str, ...], bool]

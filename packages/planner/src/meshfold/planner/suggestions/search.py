@@ -12,7 +12,7 @@ import heapq
 import itertools
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
@@ -79,7 +79,7 @@ def suggest(
     Raises:
         SpecError: for a model that cannot be traced, a batch that no spec divides, and a model that fits under no spec.
     """
-    return _Search(
+    return Search(
         build=build,
         machine=machine,
         ranks=machine.devices if ranks is None else ranks,
@@ -93,67 +93,10 @@ def suggest(
     ).run()
 
 
-def explained(
-    spec: ParallelSpec,
-    build: Callable[[], nn.Module],
-    found: Suggestion,
-    *,
-    recompute: str | None = None,
-    **settings: Any,
-) -> Option:
-    """Return the whole plan of one spec, for the batch and machine of a suggestion, with the fewest micro-steps that fit.
-
-    Args:
-        spec: with its world size.
-        build: makes the model.
-        found: the suggestion to compare it with.
-        recompute: as for the engine; None: only if it does not fit without.
-        settings: as for :func:`suggest`.
-
-    Raises:
-        SpecError: for anything that the engine refuses.
-    """
-    search = _Search(
-        build=build,
-        machine=found.machine,
-        ranks=found.ranks,
-        batch_size=found.batch_size,
-        seq_len=found.seq_len,
-        precision=found.precision,
-        settings={
-            "rules": None,
-            "fp8": None,
-            "kernels": "auto",
-            "clip": True,
-            "name": "model",
-            "optimizer": "adamw",
-            **settings,
-        },
-        accumulate=None,
-        options=1,
-        most=1,
-    )
-    family = Family(spec=replace(spec, zero=None))
-    rows, remainder = divmod(found.batch_size, family.data)
-    if remainder:
-        raise SpecError(
-            f"data={family.data} does not divide the batch of {found.batch_size} sequences: take another of the two"
-        )
-    profile = search.profiler.of(family.layout)
-    tried: list[tuple[bool, float, int, Candidate, Outlook]] = []
-    for way in (None, "blocks") if recompute is None else (recompute,):
-        for accumulate in divisors(rows) if family.stages == 1 else [1]:
-            candidate = Candidate(family=family, spec=spec, recompute=way, accumulate=accumulate)
-            outlook = search.clock.outlook(candidate, profile, simulate=True)
-            tried.append(
-                (not search._can_fit(candidate, outlook, 1.0), outlook.seconds, len(tried), candidate, outlook)
-            )
-    *_, candidate, outlook = min(tried)
-    return option_of(candidate, search.estimate(candidate), outlook, found.machine, found.precision)
-
-
 @dataclass(kw_only=True)
-class _Search:
+class Search:
+    """One search; the fields are the arguments of :func:`suggest`, and what was found so far."""
+
     build: Callable[[], nn.Module]
     machine: Machine
     ranks: int
@@ -309,7 +252,7 @@ class _Search:
                 continue
             self.considered += not schedules  # others are counted when their layout is traced
             outlook = self.clock.outlook(candidate, profile)
-            if self._can_fit(candidate, outlook, self._ratio(candidate)[1]):
+            if self.can_fit(candidate, outlook, self._ratio(candidate)[1]):
                 made.append((outlook.seconds, candidate.complexity, candidate, outlook))
         return sorted(made, key=lambda one: one[:2])
 
@@ -337,7 +280,7 @@ class _Search:
                 kind = _SIMULATED if family.stages == 1 else _CANDIDATE
                 self._push(seconds * self._ratio(candidate)[0], complexity, kind, (candidate, outlook, profile))
 
-    def _can_fit(self, candidate: Candidate, outlook: Outlook, ratio: float) -> bool:
+    def can_fit(self, candidate: Candidate, outlook: Outlook, ratio: float) -> bool:
         """Return True if the candidate may fit: in the device's memory, or under ``zero`` with the host's."""
         over = ratio * outlook.memory - self.machine.memory
         if over <= 0:
@@ -355,7 +298,7 @@ class _Search:
         """Put a candidate back whose price has changed, or leave it out if it no longer fits."""
         candidate, outlook, _ = node
         ratio, bytes_ratio = self._ratio(candidate)
-        if not self._can_fit(candidate, outlook, bytes_ratio):
+        if not self.can_fit(candidate, outlook, bytes_ratio):
             return True
         price = outlook.seconds * ratio
         if price > seconds * 1.001:

@@ -6,7 +6,7 @@ from functools import lru_cache
 
 from meshfold.mesh.spec import PipelineSpec
 from meshfold.pipeline.runtime import balance_blocks
-from meshfold.planner.suggestions.profile import Shape
+from meshfold.planner.suggestions.shape import Shape
 
 
 @lru_cache(maxsize=4096)
