@@ -288,8 +288,11 @@ class _Reckoning:
             sent, calls = 2 * (self.ranks - 1) / self.ranks * held.gradients, -(-held.gradients // BUCKET_BYTES)
             return total + self.clock.messages(self.axes, "all_reduce", self.outer, sent, calls)
         gather, reduction = self._collectives(held)
-        gathers = 2 * self.micro if self.zero.stage == 3 else 1
-        return total + gathers * gather + (1 if self._sums_once else self.micro) * reduction
+        gathers, sums = 2 * self.micro if self.zero.stage == 3 else 1, 1 if self._sums_once else self.micro
+        calls = (max(self.bytes.of_ranks) + 2) * (
+            gathers + sums
+        )  # a chunk for each block, and for what is before and behind
+        return total + gathers * gather + sums * reduction + calls * self.machine.latency
 
     @property
     def _sums_once(self) -> bool:
