@@ -142,6 +142,7 @@ class Search:
         )
 
     def run(self) -> Suggestion:
+        """Return what was found."""
         begin = time.perf_counter()
         shape = self.profiler.shape
         found = families(
@@ -220,8 +221,7 @@ class Search:
 
     def _look_at(self, family: Family, bound: float) -> None:
         """Put a family back with the best outlook of its likely profile; without one that fits, leave it out."""
-        profile = self.likely.of(family)
-        made = self._fitting(family, profile, schedules=_TELLING)
+        made = self._fitting(family, self.likely.of(family), schedules=_TELLING)
         if not made:
             why = f"no setting of it fits in {format_bytes(round(self.machine.memory))}"
             self.refused[str(family.spec.to_dict())] = Rejected(
@@ -419,7 +419,7 @@ class Search:
 
 def _kinds(family: Family) -> list[tuple[str, ...]]:
     """Return the kinds of split whose layouts are slower than likely by about the same."""
-    spec, found = family.spec, []
+    spec, found = family.spec, list[tuple[str, ...]]()
     if spec.tensor is not None:
         extra = "megatron" if spec.sequence is not None and spec.sequence.mode == "megatron" else ""
         found.append(("tensor", spec.tensor.mode_name, str(spec.tensor.attention), extra))
