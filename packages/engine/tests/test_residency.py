@@ -22,7 +22,7 @@ from meshfold.engine.zero.states import ZeroStates
 from meshfold.engine.zero.watching import typical_timings
 from meshfold.mesh.testing import ranks, run_on_ranks
 from meshfold.models import GPT, GPTConfig
-from meshfold.zero_gemini import Chunk, ChunkPlacement, DiskError, Gemini, MemoryPlanError
+from meshfold.zero_gemini import Chunk, DiskError, Gemini, MemoryPlanError
 from meshfold.zero_gemini.machine_rates import samples as measuring
 from meshfold.zero_gemini.machine_rates import samples as seen
 from meshfold.zero_gemini.optimizer import StepKind, StepTiming
@@ -310,15 +310,14 @@ def test_the_least_that_is_named_is_enough() -> None:
     engine.close()
 
 
-def test_a_disk_that_is_too_small_for_making_do_is_told_with_the_plan_that_was_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def full(gemini: Gemini, placements: dict[Chunk, ChunkPlacement]) -> None:
-        raise DiskError("no space")
-
-    monkeypatch.setattr(Residency, "_can_make_do", True)  # as on a GPU
-    monkeypatch.setattr(Gemini, "move", full)
-    with pytest.raises(DiskError, match="no space") as refused:
+@ranks(1)
+def test_a_disk_that_is_too_small_for_making_do_is_told_with_the_plan_that_was_refused() -> None:
+    full = DiskError("no space")
+    with (
+        mock.patch.object(Residency, "_can_make_do", True),  # as on a GPU
+        mock.patch.object(Gemini, "move", side_effect=full),
+        pytest.raises(DiskError, match="no space") as refused,
+    ):
         trained(dict(stage=3, gpu_memory_limit=1 * MiB))
     assert any("at least" in note for note in refused.value.__notes__)
 
