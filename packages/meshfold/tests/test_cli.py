@@ -217,7 +217,7 @@ def _not_installed(name: str) -> str:
             ["run", "--ranks", "1", "--log-dir", "t/0.txt/x", "t/0.txt"],
             "log_dir='t/0.txt/x' cannot be made (Not a directory)",
         ),
-        (["reproduce", "no-such-paper"], "no 'no-such-paper' in experiments. There are: fastfold, gpipe, "),
+        (["reproduce", "no-such-paper"], "no 'no-such-paper' in experiments. There are: attention-schemes, "),
         (
             ["reproduce", "gpipe", "--render", "--output", "empty"],
             "meshfold reproduce gpipe: empty/simulated.json is not there: run it once without --render, which makes it",
@@ -235,7 +235,7 @@ def _not_installed(name: str) -> str:
         (["convert", "damaged", "x"], "Did you mean damaged/checkpoint?"),
         (
             ["bench"],
-            "say which one; there are: align, attention, cpu-adam, decode, diffusion, experts, folding, fp8, fp8-curve, ",
+            "say which one; there are: align, attention, cpu-adam, ",
         ),
         (["bench", "tensor-paralel"], "Did you mean 'tensor-parallel'?"),
         (["generate", "t", "hello", "you"], 'unrecognized arguments: hello you. Write --prompt "hello you". See'),
