@@ -184,7 +184,6 @@ def test_suggestions_fit_and_the_first_is_fastest() -> None:
     assert all(one.why for one in found.rejected)
 
 
-@pytest.mark.slow
 def test_a_mixture_is_spread_over_ranks() -> None:
     config = MoELlamaConfig(
         vocab_size=512, hidden=256, layers=3, heads=4, kv_heads=2, ffn=512, experts=4, top_k=2, max_positions=128
@@ -205,7 +204,7 @@ def test_blocks_that_differ_are_traced_as_a_whole() -> None:
     ("changes", "words"),
     [
         (dict(batch_size=3, ranks=7, seq_len=257), "no spec divides a batch of 3"),
-        pytest.param(dict(on=machine(0.01)), "nothing fits in", marks=pytest.mark.slow),
+        (dict(on=machine(0.01)), "nothing fits in"),
     ],
 )
 def test_refusals_say_what_would_do(changes: dict[str, Any], words: str) -> None:

@@ -107,7 +107,7 @@ class Search:
     accumulate: int | None
     options: int
     most: int
-    queue: list[tuple[float, tuple[int, ...], int, int, Any]] = field(default_factory=list)
+    queue: list[tuple[float, tuple[tuple[int, ...], int], int, int, Any]] = field(default_factory=list)
     planned: list[Option] = field(default_factory=list)
     refused: dict[str, Rejected] = field(default_factory=dict)
     nearest: dict[str, tuple[Candidate, Outlook]] = field(default_factory=dict)
@@ -121,6 +121,7 @@ class Search:
 
     def __post_init__(self) -> None:
         given = self.settings
+        self.too_large = f"no setting of it fits in {format_bytes(round(self.machine.memory))}"
         self.profiler = Profiler(
             build=self.build,
             seq_len=self.seq_len,
@@ -157,7 +158,7 @@ class Search:
             raise SpecError(self._undivided())
         bound = self._bound()
         for family in found:
-            self._push(bound.seconds(family), family.entries, _FAMILY, family)
+            self._push(bound.seconds(family), (family.entries,), _FAMILY, family)
         while self.queue and not self._is_done():
             seconds, _, _, kind, node = heapq.heappop(self.queue)
             if kind in (_FAMILY, _LIKELY):
@@ -166,7 +167,7 @@ class Search:
                 elif kind == _FAMILY and not self.profiler.knows(node.layout):
                     self._look_at(node, seconds)
                 elif kind == _LIKELY and (price := self._likely_seconds(node)) > seconds * 1.001:
-                    self._push(price, node.entries, _LIKELY, node)  # a traced layout that is alike was slower
+                    self._push(price, (node.entries,), _LIKELY, node)  # a traced layout that is alike was slower
                 else:
                     self._open(node, seconds)
             elif not self._reprice(seconds, kind, node):
@@ -206,7 +207,7 @@ class Search:
         self.likely = Likely(profile, self.seq_len, width)
         return Bound(profile, self.clock, self.ranks, self.seq_len)
 
-    def _push(self, seconds: float, simplicity: Any, kind: int, node: Any) -> None:
+    def _push(self, seconds: float, simplicity: tuple[int, ...], kind: int, node: Any) -> None:
         heapq.heappush(self.queue, (seconds, (simplicity, next(self.turn)), 0, kind, node))
 
     def _is_done(self) -> bool:
@@ -223,13 +224,12 @@ class Search:
         """Put a family back with the best outlook of its likely profile; without one that fits, leave it out."""
         made = self._fitting(family, self.likely.of(family), schedules=_TELLING)
         if not made:
-            why = f"no setting of it fits in {format_bytes(round(self.machine.memory))}"
             self.refused[str(family.spec.to_dict())] = Rejected(
-                family=family, seconds=float("inf"), candidate=None, outlook=None, why=why
+                family=family, seconds=float("inf"), candidate=None, outlook=None, why=self.too_large
             )
             return
         self.expected[str(family.spec.to_dict())] = made[0][2:]
-        self._push(max(bound, self._likely_seconds(family)), family.entries, _LIKELY, family)
+        self._push(max(bound, self._likely_seconds(family)), (family.entries,), _LIKELY, family)
 
     def _likely_seconds(self, family: Family) -> float:
         """Return the expected seconds of a family: of its likely profile, times what traced layouts took that are alike."""
@@ -399,9 +399,9 @@ class Search:
 
     def _unfitting(self) -> str:
         if not self.planned:
-            refusals = list(self.refused.values())
-            if refusals:
-                return f"no spec for {self.ranks} ranks can be used. {refusals[0].why}"
+            refusals = [one.why for one in self.refused.values()]
+            if refusals and self.too_large not in refusals:
+                return f"no spec for {self.ranks} ranks can be used. {refusals[0]}"
             least = min((outlook.memory for _, outlook in self.nearest.values()), default=0.0)
             held = f": a rank would hold {format_bytes(round(least))} at least" if least else ""
             return (
