@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from experiments.report import rounded
-from meshfold.mesh import Group, all_reduce, barrier
+from meshfold.mesh import Group, all_reduce, barrier, start
 
 
 def sizes(
@@ -33,6 +33,45 @@ def sizes(
     for name, small, large, meaning in table:
         made.add_argument(f"--{name}", type=int, default=large if big else small, help=meaning)
     return made
+
+
+def measured(
+    argv: Sequence[str] | None,
+    arguments: argparse.ArgumentParser,
+    measure: Callable[[argparse.Namespace, int, torch.device], dict[str, Any]],
+    page: Callable[[Mapping[str, Any]], str],
+) -> int:
+    """Run a measured.py on this rank; rank 0 writes measured.json and measured.md.
+
+    Args:
+        argv: the words after the script's name; None: those of this process.
+        arguments: made by :func:`sizes`.
+        measure: takes the options, the number of ranks and this rank's device.
+        page: the text of measured.md.
+    """
+    options = arguments.parse_args(argv)
+    with start() as process:
+        found = measure(options, process.world_size, torch.device(process.device))
+    if process.rank == 0:
+        publish(found, page, options.output)
+    return 0
+
+
+def results(
+    options: argparse.Namespace,
+    names: Sequence[str],
+    ranks: int,
+    device: torch.device,
+    kind: torch.dtype,
+    rows: Sequence[Mapping[str, Any]],
+) -> dict[str, Any]:
+    """Return what measured.json holds: where it ran, the options of these names, and the rows."""
+    return {
+        "ranks": ranks,
+        **surroundings(device, kind),
+        **{name: getattr(options, name) for name in names},
+        "rows": list(rows),
+    }
 
 
 def median(action: Callable[[], object], repeats: int, group: Group, device: torch.device) -> float:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
+from experiments.report import Case, markdown
 from experiments.tensor_layers import Grid
 from meshfold.mesh import Mesh
 from meshfold.mesh.parameters import metadata_on
@@ -28,6 +30,26 @@ def parity(grid: Grid) -> dict[str, Any]:
         "gradient error": max(one["gradient error"] for one in found),
         "projection": max((one["projection"] for one in found), key=lambda ratio: abs(ratio - 1)),
     }
+
+
+def exact_cases(runs: Sequence[Mapping[str, Any]]) -> list[Case]:
+    """Return the cases of a claim that losses and gradients are those of one process."""
+    return [Case(f"{run['grid']}, {what}", 0, run[f"{what} error"]) for run in runs for what in ("loss", "gradient")]
+
+
+def runs_table(runs: Sequence[Mapping[str, Any]]) -> str:
+    """Return the runs as a table, one a line."""
+    rows = [
+        [
+            f"`{run['grid']}`",
+            str(run["gradients"]),
+            f"{run['loss error']:.0e}",
+            f"{run['gradient error']:.0e}",
+            f"{run['projection']:.12f}",
+        ]
+        for run in runs
+    ]
+    return markdown(["grid", "gradients", "loss off by", "gradient off by", "projection"], rows)
 
 
 def on_rank(mode: str, sizes: tuple[int, ...]) -> dict[str, float]:

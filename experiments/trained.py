@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -14,10 +15,22 @@ from torch import nn
 from experiments.planned import GB
 from meshfold.engine import Engine
 from meshfold.mesh import all_reduce, barrier
+from meshfold.models import GPTConfig
 from meshfold.zero_gemini import MemoryPlanError
 
 UNFIT = (torch.OutOfMemoryError, MemoryError, MemoryPlanError)
 """Errors of a model that does not fit."""
+
+
+def gpt_of(options: argparse.Namespace) -> GPTConfig:
+    """Return the GPT that the sizes of a measured.py describe."""
+    return GPTConfig(
+        vocab_size=options.vocabulary,
+        hidden=options.hidden,
+        layers=options.layers,
+        heads=options.heads,
+        max_positions=options.sequence,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,9 +14,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 
 from experiments.attention_schemes.counting import Scheme, parts
-from experiments.measuring import median, publish, shared_cores, sizes, surroundings
+from experiments.measuring import measured, median, results, shared_cores, sizes
 from experiments.report import markdown
-from meshfold.mesh import Mesh, start
+from meshfold.mesh import Mesh
 from meshfold.sequence import attention
 
 PAGE = """<!-- made from measured.json by run.py --measure; edit neither -->
@@ -34,12 +34,7 @@ of {repeats}. Published for eight GPUs: zigzag 1.67 to 1.71 times as fast as the
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure on this rank; rank 0 writes measured.json and measured.md."""
-    options = arguments().parse_args(argv)
-    with start() as process:
-        found = measure(options, process.world_size, torch.device(process.device))
-    if process.rank == 0:
-        publish(found, page, options.output)
-    return 0
+    return measured(argv, arguments(), measure, page)
 
 
 def arguments() -> argparse.ArgumentParser:
@@ -63,12 +58,7 @@ def measure(options: argparse.Namespace, ranks: int, device: torch.device) -> di
         if options.heads % scheme.ulysses == 0:
             rows.append(one(scheme, options, device))
     names = ("tokens", "heads", "kv_heads", "head_dim", "repeats")
-    return {
-        "ranks": ranks,
-        **surroundings(device, _dtype(device)),
-        **{name: getattr(options, name) for name in names},
-        "rows": rows,
-    }
+    return results(options, names, ranks, device, _dtype(device), rows)
 
 
 def one(scheme: Scheme, options: argparse.Namespace, device: torch.device) -> dict[str, Any]:

@@ -12,11 +12,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 
-from experiments.measuring import publish, shared_cores, sizes, surroundings
+from experiments.measuring import measured, results, shared_cores, sizes
 from experiments.report import NONE, markdown
-from experiments.trained import Job, trained
-from meshfold.mesh import start
-from meshfold.models import GPT, GPTConfig
+from experiments.trained import Job, gpt_of, trained
+from meshfold.models import GPT
 
 BUDGETS = (53, 37, 24, 11)
 PAGE = """<!-- made from measured.json by run.py --measure; edit neither -->
@@ -35,12 +34,7 @@ budget.
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Train on this rank; rank 0 writes measured.json and measured.md."""
-    options = arguments().parse_args(argv)
-    with start() as process:
-        found = measure(options, process.world_size, torch.device(process.device))
-    if process.rank == 0:
-        publish(found, page, options.output)
-    return 0
+    return measured(argv, arguments(), measure, page)
 
 
 def arguments() -> argparse.ArgumentParser:
@@ -59,13 +53,7 @@ def arguments() -> argparse.ArgumentParser:
 
 def measure(options: argparse.Namespace, ranks: int, device: torch.device) -> dict[str, Any]:
     """Train within each budget; on a CPU once, without any."""
-    config = GPTConfig(
-        vocab_size=options.vocabulary,
-        hidden=options.hidden,
-        layers=options.layers,
-        heads=options.heads,
-        max_positions=options.sequence,
-    )
+    config = gpt_of(options)
     cuda = device.type == "cuda"
     rows = []
     for budget in BUDGETS if cuda else BUDGETS[:1]:
@@ -83,12 +71,7 @@ def measure(options: argparse.Namespace, ranks: int, device: torch.device) -> di
         rows.append({"budget": budget, **ran})
     kind = torch.bfloat16 if cuda else torch.float32
     names = ("layers", "hidden", "sequence", "batch", "steps")
-    return {
-        "ranks": ranks,
-        **surroundings(device, kind),
-        **{name: getattr(options, name) for name in names},
-        "rows": rows,
-    }
+    return results(options, names, ranks, device, kind, rows)
 
 
 def page(found: Mapping[str, Any]) -> str:

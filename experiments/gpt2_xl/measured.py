@@ -15,11 +15,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 
-from experiments.measuring import publish, shared_cores, sizes, surroundings
+from experiments.measuring import measured, results, shared_cores, sizes
 from experiments.report import NONE, markdown
-from experiments.trained import Job, trained
-from meshfold.mesh import start
-from meshfold.models import GPT, GPTConfig
+from experiments.trained import Job, gpt_of, trained
+from meshfold.models import GPT
 
 LIMIT = 40 * 2**30
 PAGE = """<!-- made from measured.json by run.py --measure; edit neither -->
@@ -37,12 +36,7 @@ PAGE = """<!-- made from measured.json by run.py --measure; edit neither -->
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Train on this rank; rank 0 writes measured.json and measured.md."""
-    options = arguments().parse_args(argv)
-    with start() as process:
-        found = measure(options, process.world_size, torch.device(process.device))
-    if process.rank == 0:
-        publish(found, page, options.output)
-    return 0
+    return measured(argv, arguments(), measure, page)
 
 
 def arguments() -> argparse.ArgumentParser:
@@ -62,13 +56,7 @@ def arguments() -> argparse.ArgumentParser:
 
 def measure(options: argparse.Namespace, ranks: int, device: torch.device) -> dict[str, Any]:
     """Train under DDP with both batches, and with sharded states with the larger one."""
-    config = GPTConfig(
-        vocab_size=options.vocabulary,
-        hidden=options.hidden,
-        layers=options.layers,
-        heads=options.heads,
-        max_positions=options.sequence,
-    )
+    config = gpt_of(options)
     job = Job(sequence=options.sequence, steps=options.steps, recompute="blocks", device=device, limit=LIMIT)
     rows = []
     for strategy, each, spec in (
@@ -80,12 +68,7 @@ def measure(options: argparse.Namespace, ranks: int, device: torch.device) -> di
         rows.append({"strategy": strategy, "batch": ranks * each, **ran})
     names = ("layers", "hidden", "sequence", "steps")
     kind = torch.bfloat16 if device.type == "cuda" else torch.float32
-    return {
-        "ranks": ranks,
-        **surroundings(device, kind),
-        **{name: getattr(options, name) for name in names},
-        "rows": rows,
-    }
+    return results(options, names, ranks, device, kind, rows)
 
 
 def page(found: Mapping[str, Any]) -> str:

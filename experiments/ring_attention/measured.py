@@ -16,10 +16,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 
-from experiments.measuring import publish, shared_cores, sizes, surroundings
+from experiments.measuring import measured, results, shared_cores, sizes
 from experiments.report import NONE, markdown
 from experiments.trained import Job, trained
-from meshfold.mesh import start
 from meshfold.models import Llama, LlamaConfig
 
 PAGE = """<!-- made from measured.json by run.py --measure; edit neither -->
@@ -37,12 +36,7 @@ median of {steps} steps. Published: N GPUs have N times the length.
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Train on this rank; rank 0 writes measured.json and measured.md."""
-    options = arguments().parse_args(argv)
-    with start() as process:
-        found = measure(options, process.world_size, torch.device(process.device))
-    if process.rank == 0:
-        publish(found, page, options.output)
-    return 0
+    return measured(argv, arguments(), measure, page)
 
 
 def arguments() -> argparse.ArgumentParser:
@@ -70,12 +64,7 @@ def measure(options: argparse.Namespace, ranks: int, device: torch.device) -> di
         tokens *= 2
     kind = torch.bfloat16 if device.type == "cuda" else torch.float32
     names = ("layers", "hidden", "steps", "limit")
-    return {
-        "ranks": ranks,
-        **surroundings(device, kind),
-        **{name: getattr(options, name) for name in names},
-        "rows": rows,
-    }
+    return results(options, names, ranks, device, kind, rows)
 
 
 def one(options: argparse.Namespace, tokens: int, ranks: int, device: torch.device) -> dict[str, Any]:

@@ -18,13 +18,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 from torch import Tensor
 
-from experiments.measuring import median, publish, shared_cores, sizes, surroundings
+from experiments.measuring import measured, median, shared_cores, sizes, surroundings
 from experiments.report import markdown
 from experiments.sequence_parallelism.bert import Stack
 from experiments.sequence_parallelism.counting import RING, RING_SELF, TENSOR, split
 from experiments.sequence_parallelism.plan import MB
 from experiments.sequence_parallelism.tables import NAMES
-from meshfold.mesh import Mesh, all_reduce, start
+from meshfold.mesh import Mesh, all_reduce
 from meshfold.mesh.model_io.dry_run import saved_for_backward
 from meshfold.sequence import gather_sequence, shard_sequence
 
@@ -45,12 +45,11 @@ relative to its largest element.
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure on this rank; rank 0 writes measured.json and measured.md."""
-    options = arguments().parse_args(argv)
-    with start() as process:
-        found = Measurement(options, process.world_size, torch.device(process.device)).run()
-    if process.rank == 0:
-        publish(found, page, options.output)
-    return 0
+
+    def measure(options: argparse.Namespace, ranks: int, device: torch.device) -> dict[str, Any]:
+        return Measurement(options, ranks, device).run()
+
+    return measured(argv, arguments(), measure, page)
 
 
 def arguments() -> argparse.ArgumentParser:

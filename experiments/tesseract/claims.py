@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.report import MARKS, Case, Cases, Claim, claims_table, markdown, read_claims, read_csv, verdict
+from experiments.tensor_parity import exact_cases, runs_table
 from experiments.tensor_sweep import KINDS, Rows, at_batch, batch_where, factors
 from experiments.tesseract.simulated import GRIDS, settings
 
@@ -77,11 +78,7 @@ def claims(found: Mapping[str, Any]) -> list[Claim]:
             for quotients in [factors(rows, "training", "1d", DEEP)]
             for after, before, now in zip(rows[1:], quotients, quotients[1:], strict=False)
         ],
-        "exact": [
-            Case(f"{run['grid']}, {what}", 0, run[f"{what} error"])
-            for run in found["runs"]
-            for what in ("loss", "gradient")
-        ],
+        "exact": exact_cases(found["runs"]),
         "whole": [Case(run["grid"], 1, run["projection"]) for run in found["runs"]],
         "accuracy": (),
     }
@@ -104,20 +101,10 @@ def page(found: Mapping[str, Any], made: Sequence[Claim]) -> str:
             *(f"{grid}, {'forward' if kind == 'inference' else 'both'}" for grid in GRIDS for kind in KINDS),
         ]
         sweeps.append(SWEEP.format(name=name, **vars(one), table=markdown(head, rows)))
-    runs = [
-        [
-            f"`{run['grid']}`",
-            str(run["gradients"]),
-            f"{run['loss error']:.0e}",
-            f"{run['gradient error']:.0e}",
-            f"{run['projection']:.12f}",
-        ]
-        for run in found["runs"]
-    ]
     return PAGE.format(
         verdict=verdict(made),
         claims=claims_table(made),
         marks=MARKS,
         sweeps="\n".join(sweeps).rstrip(),
-        runs=markdown(["grid", "gradients", "loss off by", "gradient off by", "projection"], runs),
+        runs=runs_table(found["runs"]),
     )

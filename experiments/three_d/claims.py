@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.report import MARKS, Case, Cases, Claim, claims_table, markdown, read_claims, read_csv, verdict
+from experiments.tensor_parity import exact_cases, runs_table
 from experiments.tensor_sweep import KINDS, Rows, at_batch, batch_where, factors
 from experiments.three_d.simulated import GRIDS, setting
 
@@ -62,11 +63,7 @@ def claims(found: Mapping[str, Any]) -> list[Claim]:
         ],
         "two_over_1d": [Case("64 GPUs", said["1d"] / said["2d"], ours("1d", TWO))],
         "rings": [Case("64 GPUs", 1, max(factors(rows[-3:], "training", "2d", CUBE)))],
-        "exact": [
-            Case(f"{run['grid']}, {what}", 0, run[f"{what} error"])
-            for run in found["runs"]
-            for what in ("loss", "gradient")
-        ],
+        "exact": exact_cases(found["runs"]),
         "whole": [Case(run["grid"], 1, run["projection"]) for run in found["runs"]],
     }
     numbers = dict(batch=batch, most=max(factors(rows, "training", "1d", CUBE)))
@@ -80,21 +77,11 @@ def page(found: Mapping[str, Any], made: Sequence[Claim]) -> str:
         [str(row["batch"]), *(f"{row[grid][kind]:.2f}" for grid in GRIDS for kind in KINDS)] for row in found["sweep"]
     ]
     head = ["batch", *(f"{grid}, {'forward' if kind == 'inference' else 'both'}" for grid in GRIDS for kind in KINDS)]
-    runs = [
-        [
-            f"`{run['grid']}`",
-            str(run["gradients"]),
-            f"{run['loss error']:.0e}",
-            f"{run['gradient error']:.0e}",
-            f"{run['projection']:.12f}",
-        ]
-        for run in found["runs"]
-    ]
     return PAGE.format(
         verdict=verdict(made),
         claims=claims_table(made),
         marks=MARKS,
         **vars(one),
         sweep=markdown(head, rows),
-        runs=markdown(["grid", "gradients", "loss off by", "gradient off by", "projection"], runs),
+        runs=runs_table(found["runs"]),
     )
