@@ -89,7 +89,7 @@ def configurations() -> dict[str, Configuration]:
 
 @dataclass(frozen=True, kw_only=True)
 class Foresight:
-    """What the planner expects.
+    """Outcome that the planner expects.
 
     Attributes:
         seconds: of a step.

@@ -1,4 +1,4 @@
-"""What a rank does: train some configurations by turns, and let rank 0 note seconds and memory of each as soon as it has them."""
+"""Train some configurations by turns on a rank; rank 0 notes seconds and memory of each as soon as it has them."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ WAYS = ("data", "zero-3", "pipeline", "ring", "1d", "1d+sequence", "2d", "2.5d",
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """What is trained.
+    """Model and batch of a point.
 
     Attributes:
         layers: of the stack.
@@ -36,7 +36,7 @@ class Work:
 
     @property
     def parameters(self) -> int:
-        """Of all layers, without biases and norms."""
+        """Parameters of all layers, without biases and norms."""
         return self.layers * self.size.parameters
 
 

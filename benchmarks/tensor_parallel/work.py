@@ -1,4 +1,4 @@
-"""What every contestant computes: blocks of one shape, their weights, the input, and the output of the serial blocks."""
+"""Work of every contestant: blocks of one shape, their weights, the input, and the output of the serial blocks."""
 
 from __future__ import annotations
 
