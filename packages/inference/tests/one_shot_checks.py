@@ -100,7 +100,7 @@ def decoded(size: int, tiny: bool, say: Callable[[str], None]) -> None:
                 generator = Generator(engine.generator, tokens=rows * 160, most_rows=rows, device=engine.device)
                 runner = generator.runner
                 assert isinstance(runner, PagedForward), generator.reason
-                used = runner.sums is not None
+                used = "" if runner.sums is not None else f" (no kernel: {runner.without.get('sums', 'not a GPU')})"
                 if name == "apart":
                     runner.sums = None
                 best = float("inf")
@@ -109,9 +109,7 @@ def decoded(size: int, tiny: bool, say: Callable[[str], None]) -> None:
                     found = generator.generate(given, sampling=Sampling(temperature=0.0, max_new_tokens=new))
                     best = min(best, time.perf_counter() - start)
                 texts[name] = found
-                say(
-                    f"{rows} sequences, {name}{'' if used else ' (no kernel here)'}: {best / new * 1000:.3f} ms a token"
-                )
+                say(f"{rows} sequences, {name}{used}: {best / new * 1000:.3f} ms a token")
             pairs = list(zip(*(texts[name].logprobs[0] for name in texts), strict=True))
             say(f"first log-probs apart by {abs(pairs[0][0] - pairs[0][1]):.1e}, {abs(pairs[1][0] - pairs[1][1]):.1e}")
 

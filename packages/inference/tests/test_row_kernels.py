@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -69,7 +70,7 @@ def test_texts_are_the_same(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert bool(kernels)
 
 
-def on_ranks(form: str) -> tuple[list[list[int]], int]:
+def on_ranks(form: str) -> tuple[list[list[int]], int, int]:
     from meshfold.inference import row_kernels
 
     with Engine(own("llama"), dict(tensor=2)) as engine:
@@ -77,9 +78,9 @@ def on_ranks(form: str) -> tuple[list[list[int]], int]:
             quantize(engine.model, form, group=8)
         generator, _ = with_kernels(engine.generator)
         rows, real = [], row_kernels.row_product
-        row_kernels.row_product = lambda x, *others, **more: (rows.append(x.shape), real(x, *others, **more))[1]
+        row_kernels.row_product = lambda x, *others, **more: (rows.append("gate" in more), real(x, *others, **more))[1]
         try:
-            return generator.generate([prompts(2)[1]], sampling=GREEDY).tokens, len(rows)
+            return generator.generate([prompts(2)[1]], sampling=GREEDY).tokens, len(rows), sum(rows)
         finally:
             row_kernels.row_product = real
 
@@ -90,9 +91,8 @@ def test_ranks_multiply_their_part(form: str) -> None:
     if form:
         quantize(model, form, group=8)
     wanted = Generator(model).generate([prompts(2)[1]], sampling=GREEDY).tokens
-    assert (
-        run_on_ranks(2, on_ranks, form) == [(wanted, 5 * (2 * 4 + 1))] * 2
-    )  # all linear layers, for each token but the first
+    # All linear layers, for each token but the first; those of an MLP's gate include the other half and the activation.
+    assert run_on_ranks(2, on_ranks, form) == [(wanted, 5 * (2 * 4 + 1), 5 * 2)] * 2
 
 
 def test_a_norm_that_its_name_belies_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,10 +141,10 @@ class PlainSum:
         self.group, self.calls = group, []  # type: ignore[var-annotated]
 
     def __call__(
-        self, x: torch.Tensor, stream: torch.Tensor, gain: torch.Tensor, eps: float, call: int
+        self, x: torch.Tensor, stream: torch.Tensor, gain: torch.Tensor, eps: float, call: int, adds: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        self.calls.append((x.shape[0], call))
-        return sum_add_norm([all_reduce(x, self.group)], stream, gain, eps)
+        self.calls.append((x.shape[0], call, adds))
+        return sum_add_norm([all_reduce(x, self.group)], stream, gain, eps, adds=adds)
 
 
 def with_sums(model: nn.Module, **settings: Any) -> tuple[Generator, PlainSum]:
@@ -161,9 +161,12 @@ def fused_on_ranks(kinds: list[str]) -> list[Any]:
 
     found: list[Any] = []
     for kind in kinds:
-        with Engine(hugging_face(kind) if kind != "own" else own("llama"), dict(tensor=2)) as engine:
+        model = hugging_face(kind) if kind != "own" else own("llama")
+        # As on a GPU, where a block's norms compute the sums that they are given.
+        with Engine(model, dict(tensor=2), kernels=dict(residual=True, norm=True)) as engine:
             generator, plain = with_sums(engine.generator, most_rows=6, page_size=4)
             runner: Any = generator.runner
+            runner.row_kernels = RowKernels(engine.model, head_of(engine.model))
             one = generator.generate([prompts(2)[1]], sampling=GREEDY).tokens
             calls, plain.calls = plain.calls, []
             three = generator.generate(prompts(3), sampling=GREEDY).tokens
@@ -183,7 +186,7 @@ def fused_on_ranks(kinds: list[str]) -> list[Any]:
             generator, _ = with_sums(engine.generator)
             runner = generator.runner
             runner._check()
-            found.append(runner.sums is None)
+            found.append((runner.sums is None, runner.without["sums"]))
     finally:
         llama.Block.forward = real  # type: ignore[method-assign]
     with Engine(own("gpt"), dict(tensor=2)) as engine, pytest.raises(SpecError, match="not followed by a norm"):
@@ -199,7 +202,8 @@ def test_sums_over_ranks_take_the_norms_after_them_along(kinds: list[str]) -> No
             assert one == [greedy(model, prompts(2)[1], 6)]
             assert three == [greedy(model, prompt, 6) for prompt in prompts(3)]
             # Two sums in each of two layers, for each token but the first, which the prompt gives.
-            assert calls == [(1, call) for _ in range(5) for call in range(4)]
-            assert many == [(4, call) for _ in range(5) for call in range(4)]
+            assert calls == [(1, call, kind == "own") for _ in range(5) for call in range(4)]
+            assert many == [(4, call, kind == "own") for _ in range(5) for call in range(4)]
             assert others == 4 and fits  # of the check alone
-        assert rank[-1]  # a block whose second norm does not follow its first sum was found out
+        fell, why = rank[-1]  # a block whose second norm does not follow its first sum is found out
+        assert fell and re.fullmatch(r"logits differ by [\d.]+%: norms and layers are not what their names say", why)

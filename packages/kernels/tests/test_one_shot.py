@@ -18,6 +18,8 @@ def test_the_reference_is_a_sum_an_add_and_a_norm() -> None:
     total, y = sum_add_norm(parts, stream, gain, 1e-5)
     assert torch.allclose(total, sum(parts), atol=1e-14)  # type: ignore[arg-type]
     assert torch.allclose(y, F.rms_norm(stream + total, (10,), gain, 1e-5), atol=1e-14)
+    summed, same = sum_add_norm(parts, stream, gain, 1e-5, adds=True)
+    assert torch.equal(summed, stream + total) and torch.equal(same, y)
     # In bfloat16 sums are rounded once: 256 + 1 + 1 would stay 256 if each was.
     ones = [torch.full((1, 4), value, dtype=torch.bfloat16) for value in (256.0, 1.0, 1.0)]
     total, _ = sum_add_norm(ones, torch.zeros(1, 4, dtype=torch.bfloat16), torch.ones(4), 0.0)

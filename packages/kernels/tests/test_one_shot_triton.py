@@ -35,7 +35,8 @@ def test_every_rank_gets_the_sum_and_uses_up_the_flags(ranks: int) -> None:
     for slot in (0, 2, 1):
         parts = [torch.randn(rows, columns, generator=random).to(DEVICE) for _ in range(ranks)]
         stream, gain = torch.randn(rows, columns, generator=random).to(DEVICE), torch.rand(columns).to(DEVICE)
-        wanted = sum_add_norm(parts, stream, gain, eps)
+        adds = slot == 2
+        wanted = sum_add_norm(parts, stream, gain, eps, adds=adds)
         found = []
         for rank in range(ranks):
             for peer in range(ranks):  # as far as peers get before they wait
@@ -43,7 +44,7 @@ def test_every_rank_gets_the_sum_and_uses_up_the_flags(ranks: int) -> None:
                 there[slot, :rows] = parts[peer] if peer != rank else torch.nan
                 flags = held[rank][: 4 * 3 * most * ranks].view(torch.int32).view(3, most, ranks)
                 flags[slot, :rows, peer] = int(peer != rank)
-            found.append(one_shot_sum(parts[rank], stream, gain, eps, memories[rank], slot))
+            found.append(one_shot_sum(parts[rank], stream, gain, eps, memories[rank], slot, adds=adds))
             flags = held[rank][: 4 * 3 * most * ranks].view(torch.int32).view(3, most, ranks)
             assert not flags.any()
             for peer in range(ranks):

@@ -26,7 +26,8 @@ from meshfold.inference.routing import head_of, routed, unrouted_reason
 from meshfold.inference.row_kernels import RowKernels
 from meshfold.inference.sampling import Sampling, sample, sampling_rows
 from meshfold.inference.schedule import Request, Span, Step
-from meshfold.mesh import SpecError, all_reduce
+from meshfold.mesh import SpecError
+from meshfold.mesh.collectives import all_gather_object
 from meshfold.mesh.model_io import eval_mode
 from meshfold.mesh.tracking import without_tracking
 from meshfold.tensor_parallel.convert import attention_part, padding_for_decoding, row_multiple
@@ -68,6 +69,7 @@ class PagedForward:
         pool: keys and values of this rank.
         row_kernels: for a single running sequence on a GPU; None if they are not used.
         sums: over ranks, fused with the norms after them, for few running sequences on GPUs; None if they are not used.
+        without: why ``row_kernels`` or ``sums`` are not used, by that name, on a GPU.
     """
 
     def __init__(
@@ -109,9 +111,10 @@ class PagedForward:
         self._blocks = CompiledBlocks(self.model, self._number, compile) if compile else None
         self._paged = {layer: self.pool.layer(number) for layer, number in self._number.items()} if compile else {}
         self.row_kernels: RowKernels | None = None
-        if device.type == "cuda" and not compile and not self._calls.staged and find_spec("triton") is not None:
-            self.row_kernels = RowKernels(self.model, head_of(self.model))
-        self.sums = _one_shot_sums(self.model, device) if self.row_kernels is not None else None
+        self.sums: FusedSums | None = None
+        self.without: dict[str, str] = {}
+        if device.type == "cuda":
+            self._take_kernels(bool(compile))
         self._check()
 
     @contextmanager
@@ -197,6 +200,20 @@ class PagedForward:
             logits = self.logits(batch.ids, batch.positions, batch.rows, batch.last)
         return draw(logits, [span for span in step.spans if span.samples])
 
+    def _take_kernels(self, compiled: bool) -> None:
+        """Take the kernels for few rows on a GPU; note why if there are none."""
+        reason = "blocks are compiled" if compiled else "the model is a pipeline" if self._calls.staged else ""
+        reason = reason or ("" if find_spec("triton") is not None else "Triton is not installed")
+        if reason:
+            self.without = dict(row_kernels=reason, sums=reason)
+            return
+        self.row_kernels = RowKernels(self.model, head_of(self.model))
+        try:
+            self.sums = FusedSums(self.model)
+            self.sums.use(OneShot(self.sums.group, self.sums.columns, self.sums.dtype, self.device))
+        except SpecError as error:  # another mode, one rank, ranks on several machines, other norms
+            self.sums, self.without["sums"] = None, str(error)
+
     # -- attention --------------------------------------------------------------------------------------------------
 
     def _attend(
@@ -265,8 +282,8 @@ class PagedForward:
                 found.append(logits.view(self._parts.parts, -1, self._words)[:, : step.spans[0].count])
         if self.row_kernels is not None and not self._parts.split:
             self._try_row_kernels(batch, found[-1][0])
-        if self.sums is not None and not self._try_sums(batch, found[-1][0]):
-            self.sums = None
+        if self.sums is not None:
+            self._try_sums(batch, found[-1][0])
         with ready(self.model), without_tracking():
             ids = torch.tensor([prompt], device=self.device).expand(self._parts.each(1) * self._parts.parts, -1)
             expected = self._calls.logits(ids)[:1].float()
@@ -282,38 +299,31 @@ class PagedForward:
 
     def _try_row_kernels(self, batch: Batch, wanted: Tensor) -> None:
         """Compute a row by its kernels; drop them if the result differs, or if Triton cannot compile them."""
-        try:
-            with self.entered(single=True):
-                error = _distance(self.logits(batch.ids, batch.positions, batch.rows), wanted)
-        except Exception as problem:  # of Triton's compiler
-            reason = (str(problem) or type(problem).__name__).strip().split("\n")[0]
-            warnings.warn(f"no kernels for a single row, which is slower: {reason}", stacklevel=2)
-            error = float("inf")
-        if not error < (1e-3 if wanted.dtype == torch.float32 else 0.15):
-            self.row_kernels = None  # or its norms and layers are not what their names say
+        reason = self._differs("kernels for a single row", batch, wanted, single=True)
+        if reason:
+            self.row_kernels, self.without["row_kernels"] = None, reason
 
-    def _try_sums(self, batch: Batch, wanted: Tensor) -> bool:
-        """Return True if a row with fused sums has the logits that it has without, on all ranks."""
+    def _try_sums(self, batch: Batch, wanted: Tensor) -> None:
+        """Compute rows with fused sums; drop them on all ranks if the result differs on any, or if Triton cannot compile them."""
+        assert self.sums is not None
+        reason = self._differs(
+            "fused sums over ranks", batch, wanted, single=batch.ids.shape[0] == 1, rows=batch.ids.shape[0]
+        )
+        reasons = all_gather_object(reason, self.sums.group, self.device)
+        if any(reasons):
+            self.sums, self.without["sums"] = None, next(filter(None, reasons))
+
+    def _differs(self, what: str, batch: Batch, wanted: Tensor, **entered: Any) -> str:
+        """Return why rows are not computed in a way of :meth:`entered`; empty if they have the logits that they have without it."""
         try:
-            with self.entered(rows=batch.ids.shape[0]):
+            with self.entered(**entered):
                 error = _distance(self.logits(batch.ids, batch.positions, batch.rows), wanted)
         except Exception as problem:  # of Triton's compiler
             reason = (str(problem) or type(problem).__name__).strip().split("\n")[0]
-            warnings.warn(f"no fused sums over ranks, which is slower: {reason}", stacklevel=2)
-            error = float("inf")
+            warnings.warn(f"no {what}, which is slower: {reason}", stacklevel=2)
+            return reason
         fits = error < (1e-3 if wanted.dtype in (torch.float32, torch.float64) else 0.15)
-        sums = self.sums
-        return sums is not None and bool(all_reduce(torch.tensor(int(fits), device=self.device), sums.group, "min"))
-
-
-def _one_shot_sums(model: nn.Module, device: torch.device) -> FusedSums | None:
-    """Return the sums of a model by one-shot kernels; None where its ranks have none."""
-    try:
-        sums = FusedSums(model)
-        sums.use(OneShot(sums.group, sums.columns, sums.dtype, device))
-    except SpecError:  # another mode, one rank, ranks on several machines, other norms
-        return None
-    return sums
+        return "" if fits else f"logits differ by {error:.1%}: norms and layers are not what their names say"
 
 
 def _unattended(q: Tensor, v: Tensor) -> Tensor:

@@ -3,8 +3,9 @@
 Under tensor parallelism in 1d a block sums over ranks twice, after attention and after its MLP. Each sum is added to the stream,
 and an RMSNorm follows. Rules find these modules by the names in our models and in transformers', so no model has a file here.
 While :class:`FusedSums` is entered, a layer that ends with a sum computes its part, and the kernel returns the sum and the norm's
-result, which the norm hands out when it is called. The model's own code adds the stream. Names prove nothing: a norm whose input is
-not the stream that the kernel had is found when the code that makes this compares logits (``PagedForward``).
+result, which the norm hands out when it is called. The model's own code adds the stream; in blocks of ours the kernel does. Names
+prove nothing: a norm whose input is not the stream that the kernel had is found when the code that makes this compares logits
+(``PagedForward``).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from meshfold.inference.row_kernels import gain_of, sharded_layer, submodule
+from meshfold.inference.row_kernels import ENDS, gain_of, is_own_block, own_block, sharded_layer, submodule
 from meshfold.kernels import (
     OneShotMemory,
     one_shot_bytes,
@@ -47,8 +48,10 @@ class SumNorm(Protocol):
 
     rows: int
 
-    def __call__(self, x: Tensor, stream: Tensor, gain: Tensor, eps: float, call: int) -> tuple[Tensor, Tensor]:
-        """Return the sum and the norm of stream + sum, ``rows h``; ``call``: of the token, counted from 0."""
+    def __call__(
+        self, x: Tensor, stream: Tensor, gain: Tensor, eps: float, call: int, adds: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Return the sum, or stream + sum if it ``adds``, and the norm of stream + sum, ``rows h``; ``call``: of the token."""
 
 
 class OneShot:
@@ -74,9 +77,11 @@ class OneShot:
         self._peers = found  # keeps the memory
         self._memory = OneShotMemory(found.addresses, group.index, self.rows, columns, dtype)
 
-    def __call__(self, x: Tensor, stream: Tensor, gain: Tensor, eps: float, call: int) -> tuple[Tensor, Tensor]:
+    def __call__(
+        self, x: Tensor, stream: Tensor, gain: Tensor, eps: float, call: int, adds: bool = False
+    ) -> tuple[Tensor, Tensor]:
         """Sum by the kernel."""
-        return one_shot_sum(x, stream, gain, eps, self._memory, one_shot_slot(call))
+        return one_shot_sum(x, stream, gain, eps, self._memory, one_shot_slot(call), adds=adds)
 
 
 class FusedSums:
@@ -107,6 +112,7 @@ class FusedSums:
         last = next((norm for base in bases if isinstance(norm := getattr(base, "norm", None), nn.Module)), None)
         following = dict(zip((layer for _, layer in found), [*norms[1:], last], strict=True)) if found else {}
         self._sums: SumNorm | None = None
+        self._added: dict[nn.Module, Tensor] = {}  # the stream, for a layer that adds it to its output
         self._forwards: dict[nn.Module, Callable[..., Tensor]] = {}
         groups: dict[tuple[str, ...], Group] = {}
         for layer, norm in following.items():
@@ -121,6 +127,9 @@ class FusedSums:
             raise SpecError("the model's layers that sum over ranks are not followed by a norm of the stream")
         [self.group] = groups.values()
         self._forwards.update({norm: partial(self._norm, norm) for norm in [*norms, last] if norm is not None})
+        for block in model.modules():
+            if is_own_block(block) and all(submodule(block, path) in self._forwards for path in ENDS):
+                self._forwards[block] = partial(own_block, self._added, block)
         self._stream: Tensor | None = None
         self._ready: tuple[nn.Module, Tensor] | None = None
         self._calls = 0
@@ -144,6 +153,7 @@ class FusedSums:
             yield
         finally:
             self._stream = self._ready = None
+            self._added.clear()
             for module, own in before.items():
                 if own is None:
                     del module.__dict__["forward"]
@@ -161,17 +171,21 @@ class FusedSums:
         return type(norm).forward(norm, x)  # type: ignore[no-any-return]
 
     def _sum(self, layer: Linear, norm: nn.Module, given: Tensor) -> Tensor:
+        add = self._added.pop(layer, None)
         known, rows = sharded_layer(layer), given.numel() // given.shape[-1]
         found = gain_of(norm)
-        if self._stream is None or self._sums is None or known is None or found is None or rows > self.rows:
-            return type(layer).forward(layer, given)
+        packed = (
+            known is not None and known.scale is not None and rows > 1
+        )  # codes of several rows are unpacked by the layer
+        if self._stream is None or self._sums is None or known is None or found is None or packed or rows > self.rows:
+            total = type(layer).forward(layer, given)
+            return total if add is None else total + add
         x = layer.input_adapter(given)[0]
-        if rows > 1 and known.scale is not None:
-            return type(layer).forward(layer, given)  # codes of several rows are unpacked there
         y = row_product(x, known) if rows == 1 else F.linear(x, known.weight)
         gain, eps = found
         flat = y.reshape(rows, -1)
-        total, normed = self._sums(flat, self._stream.reshape(flat.shape), gain, eps, self._calls)
+        stream = self._stream if add is None else add
+        total, normed = self._sums(flat, stream.reshape(flat.shape), gain, eps, self._calls, add is not None)
         self._calls += 1
         self._ready = (norm, normed)
         return total.view(y.shape)

@@ -29,6 +29,8 @@ _NORMED = (
 """A norm in a block, and the layers that read it and nothing else."""
 _GATED = (("gate_up", "gate_up", "down"), ("gate_proj", "up_proj", "down_proj"))
 """Layers of an MLP: gate, up (or both in one) and down."""
+ENDS = ("attn.out", "mlp.down")
+"""Layers whose output a block of ours adds to the stream."""
 
 
 class RowKernels:
@@ -36,7 +38,8 @@ class RowKernels:
 
     def __init__(self, model: nn.Module, head: nn.Module | None) -> None:
         """Args:
-        model: its linear layers may be split over ranks; norms before split layers stay unchanged.
+        model: its linear layers may be split over ranks. Norms before split layers stay unchanged: there the sum before them takes
+            them along (:mod:`meshfold.inference.fused_sums`).
         head: makes logits; None if it is not known.
         """
         self._forwards: dict[nn.Module, Callable[..., Tensor]] = {}
@@ -60,18 +63,15 @@ class RowKernels:
             elif isinstance(module, Linear) and sharded_layer(module) is not None:
                 self._forwards[module] = partial(self._sharded, module)
         for module in model.modules():
-            names = next(
-                (names for names in _GATED if all(_layer(getattr(module, n, None)) is not None for n in names)), None
-            )
+            names = next((names for names in _GATED if _multiplies(module, names)), None)
             if names is not None and _gates_by_silu(module):
                 self._forwards[module] = partial(self._gated_mlp, module, names)
         for norm in set(self._norms.values()):
             self._forwards[norm] = _as_given
         self._added: dict[nn.Module, Tensor] = {}  # the stream, for a layer that adds it to its output
         for block in model.modules():
-            ends = [submodule(block, path) for path in ("attn.out", "mlp.down")]
-            if type(block).__module__.startswith("meshfold.models.") and all(_layer(end) is not None for end in ends):
-                self._forwards[block] = partial(self._block, block)
+            if is_own_block(block) and all(_layer(submodule(block, path)) is not None for path in ENDS):
+                self._forwards[block] = partial(own_block, self._added, block)
 
     def __bool__(self) -> bool:
         return bool(self._forwards)
@@ -99,22 +99,13 @@ class RowKernels:
         if all(layer is not None and _layer(layer) is not None for layer in layers):
             self._norms.update({layer: norm for layer in layers if layer is not None})
 
-    def _block(self, block: Any, x: Tensor, *others: Any) -> Tensor:
-        """Compute a block of ours, whose products add the stream: x + attn(norm1(x)), then x + mlp(norm2(x))."""
-        if x.numel() != x.shape[-1]:
-            return type(block).forward(block, x, *others)  # type: ignore[no-any-return]
-        self._added[block.attn.out] = x
-        x = block.attn(block.norm1(x), *others)
-        self._added[block.mlp.down] = x
-        y: Tensor = block.mlp(block.norm2(x))
-        return y
-
     def _linear(self, layer: nn.Module, x: Tensor) -> Tensor:
-        norm, known = self._norms.get(layer), _layer(layer)
+        norm, known, add = self._norms.get(layer), _layer(layer), self._added.pop(layer, None)
         if x.numel() != x.shape[-1] or known is None:
             given = x if norm is None else type(norm).forward(norm, x)
-            return type(layer).forward(layer, given)  # type: ignore[no-any-return]
-        return row_product(x, known, norm=None if norm is None else gain_of(norm), add=self._added.pop(layer, None))
+            y: Tensor = type(layer).forward(layer, given)
+            return y if add is None else y + add
+        return row_product(x, known, norm=None if norm is None else gain_of(norm), add=add)
 
     def _sharded(self, layer: Linear, given: Tensor) -> Tensor:
         """Compute a layer that is split over ranks by one local product, followed by its sum over ranks if it has one."""
@@ -131,15 +122,39 @@ class RowKernels:
 
     def _gated_mlp(self, mlp: nn.Module, names: tuple[str, ...], x: Tensor) -> Tensor:
         gate, up, down = (getattr(mlp, name) for name in names)
-        first, second = _layer(gate), _layer(up)
+        first, second = _factor(gate), _factor(up)
         if x.numel() != x.shape[-1] or first is None or second is None:
             return type(mlp).forward(mlp, x)  # type: ignore[no-any-return]
+        if isinstance(gate, Linear):
+            x = gate.input_adapter(x)[0]
         if gate is up:
             half = first.weight.shape[0] // 2
             first, second = first.part(0, half), second.part(half, 2 * half)
         norm = self._norms.get(gate)
         hidden = row_product(x, second, gate=first, norm=None if norm is None else gain_of(norm))
-        return self._linear(down, hidden)
+        y: Tensor = down(hidden)
+        return y
+
+
+def own_block(added: dict[nn.Module, Tensor], block: Any, x: Tensor, *others: Any) -> Tensor:
+    """Compute a block of ours whose last layers add the stream: x + attn(norm1(x)), then x + mlp(norm2(x)).
+
+    Args:
+        added: takes the stream of each of them.
+        block: in eval mode.
+        x, others: of its forward.
+    """
+    added[block.attn.out] = x
+    x = block.attn(block.norm1(x), *others)
+    added[block.mlp.down] = x
+    y: Tensor = block.mlp(block.norm2(x))
+    return y
+
+
+def is_own_block(block: nn.Module) -> bool:
+    """Return True for a block of ours, with attention and an MLP behind norms."""
+    own = type(block).__module__.startswith("meshfold.models.")
+    return own and all(submodule(block, path) is not None for path in ENDS)
 
 
 def _as_given(x: Tensor, *others: Any) -> Tensor:
@@ -178,6 +193,21 @@ def sharded_layer(layer: Linear) -> RowWeight | None:
         fits = packed.columns is None and packed.fits_rows
         return RowWeight(packed.codes, None, packed.scale, packed.zero) if fits else None
     return None if weight is None or not weight.is_contiguous() else RowWeight(weight)
+
+
+def _factor(module: object) -> RowWeight | None:
+    """Return the operands of a plain layer, or of one that is split over its outputs alone; None for any other."""
+    if not isinstance(module, Linear):
+        return _layer(module)
+    alone = module.bias is None and not module.makes_logits and not module.plan.sums("y")
+    return sharded_layer(module) if alone else None
+
+
+def _multiplies(mlp: nn.Module, names: tuple[str, ...]) -> bool:
+    """Return True for an MLP with layers of these names, gate, up and down, whose products the kernels compute."""
+    gate, up, down = (getattr(mlp, name, None) for name in names)
+    last = sharded_layer(down) if isinstance(down, Linear) else _layer(down)
+    return last is not None and _factor(gate) is not None and _factor(up) is not None
 
 
 def gain_of(norm: nn.Module) -> tuple[Tensor, float] | None:

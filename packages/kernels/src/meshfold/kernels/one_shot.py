@@ -2,6 +2,8 @@
 
     total = sum of x over ranks;  stream' = stream + total;  y = rms_norm(stream') * gain
 
+It returns y, and total or stream': total for code that adds the stream itself.
+
 Each rank writes its rows to memory that its peers can read, raises a flag in theirs, waits for theirs, and adds all parts in the
 order of the ranks, so all get the same bits. That is one step over the links, where a ring takes ``2 (ranks - 1)``. It sends
 ``(ranks - 1)`` times the rows, so it is for few of them (:func:`one_shot_rows`).
@@ -73,7 +75,9 @@ def one_shot_slot(call: int) -> int:
     return 0 if call == 0 else 2 - call % 2
 
 
-def sum_add_norm(parts: Sequence[Tensor], stream: Tensor, gain: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def sum_add_norm(
+    parts: Sequence[Tensor], stream: Tensor, gain: Tensor, eps: float, *, adds: bool = False
+) -> tuple[Tensor, Tensor]:
     """Sum parts, add the stream and normalise: the formulas of the kernel in plain torch.
 
     Args:
@@ -81,19 +85,21 @@ def sum_add_norm(parts: Sequence[Tensor], stream: Tensor, gain: Tensor, eps: flo
         stream: ``rows h``.
         gain: ``h``.
         eps: of the norm.
+        adds: return the new stream, not the total.
 
     Returns:
-        total, y: ``rows h`` in the dtype of the parts. Sums are in float32 (float64 for float64) and rounded once to total; the new
-        stream is rounded before its norm, as if it was computed by itself.
+        total or the new stream, and y: ``rows h`` in the dtype of the parts. Sums are in float32 (float64 for float64) and rounded
+        once to total; the new stream is rounded before its norm, as if it was computed by itself.
     """
     wide = compute_dtype(parts[0])
     total = torch.stack([part.to(wide) for part in parts]).sum(0).to(parts[0].dtype)
-    summed = (stream.to(wide) + total.to(wide)).to(stream.dtype).to(wide)
-    return total, F.rms_norm(summed, summed.shape[-1:], gain.to(wide), eps).to(total.dtype)
+    summed = (stream.to(wide) + total.to(wide)).to(stream.dtype)
+    y = F.rms_norm(summed.to(wide), summed.shape[-1:], gain.to(wide), eps).to(total.dtype)
+    return summed if adds else total, y
 
 
 def one_shot_sum(
-    x: Tensor, stream: Tensor, gain: Tensor, eps: float, memory: OneShotMemory, slot: int
+    x: Tensor, stream: Tensor, gain: Tensor, eps: float, memory: OneShotMemory, slot: int, *, adds: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Sum rows over ranks, add the stream and normalise, by one Triton kernel; all ranks must call in the same order.
 
@@ -102,9 +108,10 @@ def one_shot_sum(
         stream, gain, eps: as of :func:`sum_add_norm`; the same on all ranks.
         memory: with room for the rows.
         slot: another one than that of the call before.
+        adds: as of :func:`sum_add_norm`.
 
     Returns:
-        total, y: as :func:`sum_add_norm` returns them.
+        What :func:`sum_add_norm` returns.
 
     Raises:
         ValueError: for rows that the memory has no room for.
@@ -116,7 +123,7 @@ def one_shot_sum(
         )
     from meshfold.kernels.one_shot_triton import launch_one_shot  # which needs Triton
 
-    return launch_one_shot(x, stream, gain, eps, memory, slot)
+    return launch_one_shot(x, stream, gain, eps, memory, slot, adds=adds)
 
 
 def _flag_bytes(rows: int, ranks: int) -> int:

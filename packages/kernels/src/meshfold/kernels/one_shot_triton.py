@@ -26,6 +26,7 @@ def _one_shot(
     FLAG_BYTES: tl.constexpr,
     RANK: tl.constexpr,
     RANKS: tl.constexpr,
+    ADDS: tl.constexpr,
     BH: tl.constexpr,
 ):
     row = tl.program_id(0)
@@ -61,16 +62,16 @@ def _one_shot(
             )
             acc += tl.load(theirs + there, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
     rounded = acc.to(total.dtype.element_ty)
-    tl.store(total + here, rounded, mask=inside)
-    summed = before.to(tl.float32) + rounded.to(tl.float32)
-    summed = summed.to(stream.dtype.element_ty).to(tl.float32)
+    summed = (before.to(tl.float32) + rounded.to(tl.float32)).to(stream.dtype.element_ty)
+    tl.store(total + here, summed if ADDS else rounded, mask=inside)
+    summed = summed.to(tl.float32)
     scale = 1.0 / tl.sqrt(tl.sum(summed * summed, 0) / columns + eps)
     normed = summed * scale * factor.to(tl.float32)
     tl.store(y + here, normed.to(y.dtype.element_ty), mask=inside)
 
 
 def launch_one_shot(
-    x: Tensor, stream: Tensor, gain: Tensor, eps: float, memory: OneShotMemory, slot: int
+    x: Tensor, stream: Tensor, gain: Tensor, eps: float, memory: OneShotMemory, slot: int, *, adds: bool
 ) -> tuple[Tensor, Tensor]:
     """Run the kernel; arguments as of :func:`meshfold.kernels.one_shot.one_shot_sum`."""
     x, stream = x.contiguous(), stream.contiguous()
@@ -93,6 +94,7 @@ def launch_one_shot(
         FLAG_BYTES=memory.flag_bytes,
         RANK=memory.rank,
         RANKS=memory.addresses.numel(),
+        ADDS=adds,
         BH=wide,
         num_warps=4 if wide <= 2048 else 8 if wide <= 8192 else 16,
     )

@@ -115,6 +115,12 @@ def find_norms(model: nn.Module) -> list[tuple[str, nn.Module, Norm]]:
     return found
 
 
+def runs_norm(module: nn.Module) -> bool:
+    """Return True if a call of a norm runs its class's forward or the kernel of :func:`fuse_norms`, no other replacement."""
+    forward = module.__dict__.get("forward")
+    return forward is None or (isinstance(forward, partial) and forward.func is _forward)
+
+
 def _forward(module: nn.Module, norm: Norm, always: bool, x: Tensor) -> Tensor:
     parameters: Any = module._parameters
     if not runs_fused(x, always) or not norm.takes(x, parameters):

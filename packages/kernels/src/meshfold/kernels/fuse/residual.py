@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from meshfold.kernels.fp8_inputs import FP8_SOURCE
-from meshfold.kernels.fuse.norms import Norm
+from meshfold.kernels.fuse.norms import Norm, runs_norm
 from meshfold.kernels.fuse.replaced import ReplacedForward, candidates, is_compiled, runs_fused
 from meshfold.kernels.fuse.sums import Branch, Sum, results, tensors
 
@@ -116,7 +116,8 @@ def _makes_sum(child: nn.Module, norm: Norm, x: Any) -> bool:
     if not isinstance(x, Sum) or not x.waits() or not norm.takes(x.branch, child._parameters):
         return False
     hooks = (child._forward_pre_hooks, child._forward_hooks, child._backward_hooks, child._backward_pre_hooks)
-    return not any(hooks) and not is_compiled(child)  # hooks and compiled modules must see the call
+    # Hooks, compiled modules, and a forward that others have put into the module must see the call.
+    return not any(hooks) and not is_compiled(child) and runs_norm(child)
 
 
 def fuse_residuals(
