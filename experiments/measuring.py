@@ -1,4 +1,7 @@
-"""What experiments that run for real have in common: ``measured.py`` on every rank, its clock, its files."""
+"""What experiments that run for real have in common: ``measured.py`` on every rank, its clock, its files.
+
+A run that is cut loses the row that it measured then, and no other: rank 0 says which row runs, and writes the files after each.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,62 +20,153 @@ import torch
 from experiments.report import rounded
 from meshfold.mesh import Group, all_reduce, barrier, start
 
+CUT = "Not all rows are here: the run was cut, or goes on."
+"""The last line of a page that is written while rows are missing."""
+Found = Mapping[str, Any]
+"""What measured.json holds."""
 
-def sizes(
-    description: str | None, folder: Path, table: Sequence[tuple[str, int, int, str | None]]
-) -> argparse.ArgumentParser:
-    """The arguments of a measured.py.
 
-    Args:
-        description: its docstring.
-        folder: the experiment's.
-        table: name, default without a GPU, default with one, and what it is.
+class Notes:
+    """Rows of a measurement on one rank, in the order of their runs.
+
+    Attributes:
+        options: sizes, from the command line.
+        ranks: that run.
+        device: of this rank.
+        head: what measured.json holds beside rows; a measurement may add to it.
+        plan: what was made before the ranks met.
+        rows: those that have run.
     """
-    big = torch.cuda.is_available()
-    made = argparse.ArgumentParser(prog="measured.py", description=description)
-    made.add_argument("--output", type=Path, default=folder / "results")
-    for name, small, large, meaning in table:
-        made.add_argument(f"--{name}", type=int, default=large if big else small, help=meaning)
-    return made
+
+    def __init__(
+        self,
+        options: argparse.Namespace,
+        ranks: int,
+        device: torch.device,
+        head: Mapping[str, Any],
+        plan: Any = None,
+        write: Callable[[list[dict[str, Any]]], None] | None = None,
+    ) -> None:
+        """Begin without rows.
+
+        Args:
+            options: sizes.
+            ranks: that run.
+            device: of this rank.
+            head: what measured.json holds beside rows.
+            plan: what was made before the ranks met.
+            write: called with all rows after each; None on a rank that neither writes nor prints.
+        """
+        self.options, self.ranks, self.device = options, ranks, device
+        self.head, self.plan = dict(head), plan
+        self.rows: list[dict[str, Any]] = []
+        self._write = write
+
+    @property
+    def cuda(self) -> bool:
+        """Whether ranks run on GPUs."""
+        return self.device.type == "cuda"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """bfloat16 on a GPU, float32 on a CPU."""
+        return precision_of(self.device)
+
+    def add(self, name: str, run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Run a row on all ranks, keep it, and return it.
+
+        Args:
+            name: printed before it runs; its seconds follow.
+            run: makes the row.
+        """
+        began = time.perf_counter()
+        if self._write:
+            print(f"{name} ...", end="", flush=True)
+        row = run()
+        self.rows.append(row)
+        if self._write:
+            print(f" {time.perf_counter() - began:.1f} s", flush=True)
+            self._write(self.rows)
+        return row
 
 
-def measured(
-    argv: Sequence[str] | None,
-    arguments: argparse.ArgumentParser,
-    measure: Callable[[argparse.Namespace, int, torch.device], dict[str, Any]],
-    page: Callable[[Mapping[str, Any]], str],
-) -> int:
-    """Run a measured.py on this rank; rank 0 writes measured.json and measured.md.
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """A measured.py: the sizes that it takes, what runs, and what it writes.
 
-    Args:
-        argv: the words after the script's name; None: those of this process.
-        arguments: made by :func:`sizes`.
-        measure: takes the options, the number of ranks and this rank's device.
-        page: the text of measured.md.
+    Attributes:
+        file: its ``__file__``.
+        about: its docstring.
+        sizes: name, default without a GPU, default with one, and what it is; None: the name says it.
+        shown: names of sizes that measured.json keeps.
+        run: measures rows, on every rank.
+        page: the text of measured.md, from what measured.json holds; some rows may be missing.
+        key: of the rows in measured.json.
+        plan: what is made before the ranks meet, as simulated ranks cannot be made after that; None: nothing.
     """
-    options = arguments.parse_args(argv)
-    with start() as process:
-        found = measure(options, process.world_size, torch.device(process.device))
-    if process.rank == 0:
-        publish(found, page, options.output)
-    return 0
 
+    file: str
+    about: str | None
+    sizes: Sequence[tuple[str, int, int, str | None]]
+    shown: Sequence[str]
+    run: Callable[[Notes], None]
+    page: Callable[[Found], str]
+    key: str = "rows"
+    plan: Callable[[argparse.Namespace], Any] | None = None
 
-def results(
-    options: argparse.Namespace,
-    names: Sequence[str],
-    ranks: int,
-    device: torch.device,
-    kind: torch.dtype,
-    rows: Sequence[Mapping[str, Any]],
-) -> dict[str, Any]:
-    """Return what measured.json holds: where it ran, the options of these names, and the rows."""
-    return {
-        "ranks": ranks,
-        **surroundings(device, kind),
-        **{name: getattr(options, name) for name in names},
-        "rows": list(rows),
-    }
+    def options(self, argv: Sequence[str] | None = None) -> argparse.Namespace:
+        """Return the sizes of a command line; None: the process's."""
+        big = torch.cuda.is_available()
+        made = argparse.ArgumentParser(prog="measured.py", description=self.about)
+        made.add_argument("--output", type=Path, default=Path(self.file).parent / "results")
+        for name, small, large, meaning in self.sizes:
+            made.add_argument(f"--{name}", type=int, default=large if big else small, help=meaning)
+        return made.parse_args(argv)
+
+    def main(self, argv: Sequence[str] | None = None) -> int:
+        """Measure on this rank; rank 0 writes measured.json and measured.md, and prints the page.
+
+        Returns:
+            0.
+        """
+        options = self.options(argv)
+        plan = self.plan(options) if self.plan else None
+        with start() as process:
+            found = self.take(options, process.world_size, torch.device(process.device), plan, writes=process.rank == 0)
+        if process.rank == 0:
+            print(self.page(found).split("-->")[1])
+        return 0
+
+    def take(
+        self,
+        options: argparse.Namespace,
+        ranks: int,
+        device: torch.device,
+        plan: Any = None,
+        *,
+        writes: bool = False,
+    ) -> dict[str, Any]:
+        """Measure all rows on ranks that have met, and return what measured.json holds.
+
+        Args:
+            options: made by :meth:`options`.
+            ranks: how many there are.
+            device: of this rank.
+            plan: what ``plan`` made of the options.
+            writes: whether this rank writes to the options' folder.
+        """
+
+        def write(rows: list[dict[str, Any]]) -> None:
+            publish({**notes.head, self.key: rows, "cut": True}, self.page, options.output)
+
+        sizes = {name: getattr(options, name) for name in self.shown}
+        head = {"ranks": ranks, **surroundings(device), **sizes}
+        notes = Notes(options, ranks, device, head, plan, write if writes else None)
+        self.run(notes)
+        found = {**notes.head, self.key: notes.rows}
+        if writes:
+            publish(found, self.page, options.output)
+        return found
 
 
 def median(action: Callable[[], object], repeats: int, group: Group, device: torch.device) -> float:
@@ -88,26 +183,36 @@ def median(action: Callable[[], object], repeats: int, group: Group, device: tor
     return float(statistics.median(slowest.tolist()))
 
 
-def surroundings(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+def largest_of_ranks(number: float, group: Group, device: torch.device) -> float:
+    """Return the largest number of all ranks."""
+    return float(all_reduce(torch.tensor([number], dtype=torch.float64, device=device), group, op="max"))
+
+
+def precision_of(device: torch.device) -> torch.dtype:
+    """bfloat16 on a GPU, float32 on a CPU."""
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
+def surroundings(device: torch.device) -> dict[str, Any]:
     """What the numbers were measured on."""
     return {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
-        "kind": str(dtype).removeprefix("torch."),
+        "kind": str(precision_of(device)).removeprefix("torch."),
         "torch": str(torch.__version__),
         "cores": os.cpu_count(),
     }
 
 
-def publish(found: Mapping[str, Any], page: Callable[[Mapping[str, Any]], str], folder: Path) -> None:
-    """Write measured.json and measured.md, and print the page without its first line."""
+def publish(found: Found, page: Callable[[Found], str], folder: Path) -> None:
+    """Write measured.json and measured.md; ``cut`` among the numbers says that rows are missing."""
     folder.mkdir(parents=True, exist_ok=True)
     text = json.dumps(rounded(found), indent=1, ensure_ascii=False)
     (folder / "measured.json").write_text(text + "\n", encoding="utf-8")
-    (folder / "measured.md").write_text(page(found), encoding="utf-8")
-    print(page(found).split("-->")[1])
+    said = page(found) + (f"\n{CUT}\n" if found.get("cut") else "")
+    (folder / "measured.md").write_text(said, encoding="utf-8")
 
 
-def shared_cores(found: Mapping[str, Any]) -> list[str]:
+def shared_cores(found: Found) -> list[str]:
     """A sentence where times say nothing: more ranks than cores."""
     if found["device"] == "CPU" and found["ranks"] > (found["cores"] or 1):
         return [f"{found['ranks']} ranks shared {found['cores']} cores: times say nothing."]

@@ -1,6 +1,6 @@
 """Stacks of layers under modes of tensor parallelism, run for real: speed, bytes sent and bytes held beside those of the trace.
 
-The ``measured.py`` of an experiment calls :func:`measure` on every rank. The trace is made before the ranks meet.
+The ``measured.py`` of an experiment is what :func:`stacks` returns. The trace is made before the ranks meet.
 """
 
 from __future__ import annotations
@@ -8,18 +8,18 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
-from experiments.measuring import median, publish, shared_cores, sizes, surroundings
+from experiments.measuring import Measured, Notes, largest_of_ranks, median, shared_cores
 from experiments.report import markdown
 from experiments.sequence_parallelism.bert import Stack
 from experiments.tensor_layers import Grid, Size, hold, largest_batch, memory, trace
-from meshfold.mesh import Mesh, all_reduce, record, start
+from meshfold.mesh import Mesh, record
 from meshfold.mesh.model_io import LiveBytes
 from meshfold.tensor_parallel import MODES, parallelize
 
@@ -51,32 +51,47 @@ def grids(ranks: int, modes: Sequence[str]) -> list[Grid]:
     return found
 
 
-def arguments(description: str | None, folder: Path) -> argparse.ArgumentParser:
-    """Sizes; on GPUs by default those of Optimus' code."""
-    table = [
-        ("layers", 2, 24, "of the stack"),
-        ("hidden", 64, 2048, "channels"),
-        ("heads", 8, 32, "of attention"),
-        ("sequence", 32, 512, "tokens"),
-        ("batch", 8, 64, "sequences of all ranks"),
-        ("half", 0, 1, "1: bfloat16, 0: float32"),
-        ("cap", 1, 16, "GB of a device, for the largest batch"),
-        ("repeats", 3, 7, "of every time"),
-    ]
-    return sizes(description, folder, table)
+SIZES = (
+    ("layers", 2, 24, "of the stack"),
+    ("hidden", 64, 2048, "channels"),
+    ("heads", 8, 32, "of attention"),
+    ("sequence", 32, 512, "tokens"),
+    ("batch", 8, 64, "sequences of all ranks"),
+    ("half", 0, 1, "1: bfloat16, 0: float32"),
+    ("cap", 1, 16, "GB of a device, for the largest batch"),
+    ("repeats", 3, 7, "of every time"),
+)
+"""On GPUs by default those of Optimus' code."""
 
 
-def measure(argv: Sequence[str] | None, description: str | None, folder: Path, modes: Sequence[str], title: str) -> int:
-    """Measure on this rank; rank 0 writes measured.json and measured.md."""
-    options = arguments(description, folder).parse_args(argv)
-    chosen = grids(int(os.environ.get("WORLD_SIZE", "1")), modes)
-    planned = [plan(grid, options) for grid in chosen]
-    with start() as process:
-        run = Measurement(options, process.world_size, torch.device(process.device))
-        found = {"title": title, **run.everything(list(zip(chosen, planned, strict=True)))}
-    if process.rank == 0:
-        publish(found, page, options.output)
-    return 0
+def stacks(file: str, about: str | None, modes: Sequence[str], title: str, large: Mapping[str, int] = {}) -> Measured:
+    """Return a measured.py of stacks under modes.
+
+    Args:
+        file: its ``__file__``.
+        about: its docstring.
+        modes: of tensor parallelism; the first is what the others are compared with.
+        title: of its page.
+        large: sizes on GPUs, in place of those of Optimus' code.
+    """
+
+    def planned(options: argparse.Namespace) -> list[tuple[Grid, dict[str, float]]]:
+        ranks = int(os.environ.get("WORLD_SIZE", "1"))
+        return [(grid, plan(grid, options)) for grid in grids(ranks, modes)]
+
+    def measure(notes: Notes) -> None:
+        notes.head |= {"title": title, "kind": "bfloat16" if notes.options.half else "float32"}
+        Measurement(notes).everything(notes.plan)
+
+    return Measured(
+        file=file,
+        about=about,
+        sizes=[(name, small, large.get(name, most), meaning) for name, small, most, meaning in SIZES],
+        shown=("layers", "hidden", "heads", "sequence", "batch", "cap", "repeats"),
+        plan=planned,
+        run=measure,
+        page=page,
+    )
 
 
 def size_of(options: argparse.Namespace) -> Size:
@@ -100,32 +115,27 @@ def plan(grid: Grid, options: argparse.Namespace) -> dict[str, float]:
 class Measurement:
     """Grids of one stack, one after the other."""
 
-    def __init__(self, options: argparse.Namespace, ranks: int, device: torch.device) -> None:
-        self.options, self.ranks, self.device = options, ranks, device
-        self.dtype = torch.bfloat16 if options.half else torch.float32
-        self.world = Mesh({"data": ranks})
+    def __init__(self, notes: Notes) -> None:
+        self.notes, self.options, self.device = notes, notes.options, notes.device
+        self.dtype = torch.bfloat16 if notes.options.half else torch.float32
+        self.world = Mesh({"data": notes.ranks})
         self.group = self.world.group("data")
 
-    def everything(self, chosen: Sequence[tuple[Grid, Mapping[str, float]]]) -> dict[str, Any]:
-        """Every grid beside its plan."""
-        rows = [{**self.one(grid), "planned": dict(planned)} for grid, planned in chosen]
+    def everything(self, chosen: Sequence[tuple[Grid, Mapping[str, float]]]) -> None:
+        """Measure every grid beside its plan."""
+        for grid, planned in chosen:
+            self.notes.add(grid.name, partial(self.one, grid, planned))
         self.world.close()
-        names = ("layers", "hidden", "heads", "sequence", "batch", "cap", "repeats")
-        return {
-            "ranks": self.ranks,
-            **surroundings(self.device, self.dtype),
-            **{name: getattr(self.options, name) for name in names},
-            "rows": rows,
-        }
 
-    def one(self, grid: Grid) -> dict[str, Any]:
-        """A grid: its time, what a rank sends and holds, and how far its output is off."""
+    def one(self, grid: Grid, planned: Mapping[str, float]) -> dict[str, Any]:
+        """A grid: its time, what a rank sends and holds, and how far its output is off; beside what was planned."""
         o = self.options
         mesh = Mesh(grid.axes)
         torch.manual_seed(0)
-        stack = Stack(o.hidden, o.heads, o.layers).to(self.device, self.dtype)
+        with self.device:  # on a GPU at once; every rank draws the same there
+            stack = Stack(o.hidden, o.heads, o.layers).to(self.dtype)
         stack.flat_tokens = True  # type: ignore[assignment]
-        few = torch.randn(grid.divisor() * o.sequence, o.hidden).to(self.device, self.dtype)
+        few = torch.randn(grid.divisor() * o.sequence, o.hidden, device=self.device).to(self.dtype)
         wanted = self.output(stack, few)
         parallelize(stack, mesh, grid.mode)
         seen = self.output(stack, few)
@@ -145,9 +155,10 @@ class Measurement:
             "grid": grid.name,
             "seconds": seconds,
             "sent": sum(float(entry.bytes) for entry in log.entries),
-            "held": self.largest(high),
+            "held": largest_of_ranks(high, self.group, self.device),
             "largest": largest - largest % grid.divisor(),
-            "off": self.largest(off),
+            "off": largest_of_ranks(off, self.group, self.device),
+            "planned": dict(planned),
         }
 
     def step(self, stack: Stack, mesh: Mesh, grid: Grid, rows: int) -> Callable[[], None]:
@@ -186,10 +197,6 @@ class Measurement:
         with torch.no_grad():
             y: Tensor = stack.eval()(x, self.options.sequence)
         return y
-
-    def largest(self, number: float) -> float:
-        """Over all ranks."""
-        return float(all_reduce(torch.tensor([number], dtype=torch.float64, device=self.device), self.group, op="max"))
 
 
 def page(found: Mapping[str, Any]) -> str:

@@ -99,7 +99,7 @@ def test_formulas_are_read_from_the_paper() -> None:
 def test_weak_scaling_is_measured() -> None:
     sizes = dict(layers=1, hidden=16, heads=2, batch=2, length=8, repeats=1)
     words = [word for name, size in sizes.items() for word in (f"--{name}", str(size))]
-    found = measured.Measurement(measured.arguments().parse_args(words), 2, torch.device("cpu")).run()
+    found = measured.MEASURED.take(measured.MEASURED.options(words), 2, torch.device("cpu"))
     rows = {(row["scheme"], row["scaled"], row["N"]): row for row in found["rows"]}
     assert len(rows) == 3 * 2 * 2
     assert all(row["seconds"] > 0 and row["off"] < 1e-5 for row in rows.values())

@@ -32,6 +32,7 @@ from experiments.trained import Job, trained
 from meshfold.mesh.testing import ranks
 from meshfold.planner import Machine, find_machine
 
+CPU = torch.device("cpu")
 SMALL = Size(layers=3, hidden=256, heads=4)
 EXPERIMENTS = (
     xl.EXPERIMENT,
@@ -82,8 +83,9 @@ def test_the_largest_batch_is_one_that_fits(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_strategies_run() -> None:
-    options = xl_measured.arguments().parse_args(["--layers", "1", "--sequence", "8", "--steps", "1"])
-    found = xl_measured.measure(options, 1, torch.device("cpu"))
+    found = xl_measured.MEASURED.take(
+        xl_measured.MEASURED.options(["--layers", "1", "--sequence", "8", "--steps", "1"]), 1, CPU
+    )
     assert [row["fits"] for row in found["rows"]] == [True] * 3
     assert found["rows"][1]["loss"] == pytest.approx(found["rows"][2]["loss"], rel=1e-5)
     assert "1 ranks on CPU" in xl_measured.page(found)
@@ -123,8 +125,8 @@ def test_the_busiest_rank_of_a_basic_ring_has_nearly_twice_the_pairs() -> None:
 
 @ranks(2)
 def test_schemes_run() -> None:
-    options = attention_measured.arguments().parse_args(["--tokens", "16", "--repeats", "1"])
-    found = attention_measured.measure(options, 2, torch.device("cpu"))
+    options = attention_measured.MEASURED.options(["--tokens", "16", "--repeats", "1"])
+    found = attention_measured.MEASURED.take(options, 2, CPU)
     made = [(row["ring"], row["ulysses"], row["order"]) for row in found["rows"]]
     assert made == [(1, 2, "zigzag"), (2, 1, "contiguous"), (2, 1, "zigzag")]
     assert all(row["forward"] > 0 and row["both"] > 0 for row in found["rows"])
@@ -147,8 +149,7 @@ def test_a_block_hides_messages_over_a_faster_link_sooner() -> None:
 
 
 def test_a_long_sequence_runs() -> None:
-    options = ring_measured.arguments().parse_args(["--tokens", "8"])
-    found = ring_measured.measure(options, 1, torch.device("cpu"))
+    found = ring_measured.MEASURED.take(ring_measured.MEASURED.options(["--tokens", "8"]), 1, CPU)
     assert [row["tokens"] for row in found["rows"]] == [8] and found["rows"][0]["fits"]
     found["rows"].append({"tokens": 16, "fits": False, "why": ""})
     assert "| 16 | – | does not fit |" in ring_measured.page(found)
@@ -169,8 +170,7 @@ def test_the_batch_of_a_budget_is_the_largest(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_budget_runs() -> None:
-    options = budgets_measured.arguments().parse_args([])
-    found = budgets_measured.measure(options, 1, torch.device("cpu"))
+    found = budgets_measured.MEASURED.take(budgets_measured.MEASURED.options([]), 1, CPU)
     assert [(row["budget"], row["fits"]) for row in found["rows"]] == [(53, True)]
     found["rows"].append({"budget": 11, "fits": False, "why": ""})
     assert "| 11 | – | does not fit | – |" in budgets_measured.page(found)

@@ -32,7 +32,6 @@ from experiments.zero_bubble.claims import published
 from experiments.zero_bubble.heuristic import Times, heuristic
 from experiments.zero_bubble.simulated import everything, rates_v
 from experiments.zero_memory import run as zero_memory
-from meshfold.mesh import Mesh
 from meshfold.mesh.testing import ranks
 from meshfold.pipeline import ScheduleError, schedule, simulate
 
@@ -130,9 +129,7 @@ def test_the_heuristic_is_the_papers_on_their_largest_pipeline() -> None:
 def test_schedules_are_measured() -> None:
     sizes = dict(layers=4, hidden=16, heads=2, sequence=8, vocabulary=32, rows=1, microbatches=4, repeats=2)
     words = [word for name, value in sizes.items() for word in (f"--{name}", str(value))]
-    mesh = Mesh({"pipe": 2})
-    options = measured.arguments().parse_args(words)
-    found = measured.Measurement(options, mesh, mesh.group("pipe"), torch.device("cpu")).run()
+    found = measured.MEASURED.take(measured.MEASURED.options(words), 2, torch.device("cpu"))
     rows = {row["schedule"]: row for row in found["schedules"]}
     assert list(rows) == [*measured.SCHEDULES, "ZB-2p (heuristic)", "auto, 2 p"]
     assert len({row["loss"] for row in rows.values()}) == 1

@@ -6,7 +6,6 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,11 +15,12 @@ from experiments import report
 from experiments.collectives import measured as collectives_measured
 from experiments.collectives import run as collectives
 from experiments.megatron_2019 import run as megatron_2019
+from experiments.optimus import measured as optimus_measured
 from experiments.optimus import run as optimus
 from experiments.optimus import simulated as optimus_numbers
 from experiments.report import Experiment, with_results
 from experiments.tensor_layers import Grid, Size, hold, largest_batch, link_rate, memory, seconds, trace
-from experiments.tensor_measured import Measurement, arguments, grids, page, plan
+from experiments.tensor_measured import grids, page, plan
 from experiments.tensor_parity import on_rank
 from experiments.tensor_sweep import at_batch, batch_where, factors, sweep
 from experiments.tesseract import run as tesseract
@@ -29,7 +29,6 @@ from experiments.three_d import run as three_d
 from experiments.three_d import simulated as three_d_numbers
 from experiments.vit_batch import run as vit_batch
 from experiments.vit_batch import simulated as vit_numbers
-from meshfold.mesh import Mesh
 from meshfold.mesh.testing import ranks, run_on_ranks
 from meshfold.planner import find_machine
 
@@ -109,26 +108,24 @@ WORDS = [
 
 @ranks(2)
 def test_stacks_are_measured() -> None:
-    options = arguments("", Path()).parse_args(WORDS)
-    grid = Grid(mode="1d", sizes=(2,))
+    stack = optimus_measured.MEASURED
     nothing = {"sent": 0.0, "held": 1.0, "largest": 1.0}
-    found = Measurement(options, 2, torch.device("cpu")).everything([(grid, nothing)])
+    found = stack.take(stack.options(WORDS), 2, torch.device("cpu"), plan=[(Grid(mode="1d", sizes=(2,)), nothing)])
     (row,) = found["rows"]
     assert row["sent"] == 2 * 6 * 2 * (2 - 1) / 2 * 8 * 16 * 64 * 4 and row["off"] < 1e-5
     assert row["held"] > 0 and row["largest"] > 4 and row["seconds"] > 0
-    assert "2 ranks on CPU" in page({**found, "title": "It"})
+    assert "2 ranks on CPU" in page(found)
 
 
 def _measured() -> dict[str, Any]:
-    options = arguments("", Path()).parse_args(WORDS)
-    run = Measurement(options, 2, torch.device("cpu"))
-    found = run.one(Grid(mode="1d", sizes=(2,)))
-    run.world.close()
-    return found
+    stack = optimus_measured.MEASURED
+    found = stack.take(stack.options(WORDS), 2, torch.device("cpu"), plan=[(Grid(mode="1d", sizes=(2,)), {})])
+    row: dict[str, Any] = found["rows"][0]
+    return row
 
 
 def test_what_is_measured_was_planned() -> None:
-    planned = plan(Grid(mode="1d", sizes=(2,)), arguments("", Path()).parse_args(WORDS))
+    planned = plan(Grid(mode="1d", sizes=(2,)), optimus_measured.MEASURED.options(WORDS))
     for found in run_on_ranks(2, _measured):
         assert found["sent"] == planned["sent"] == 2 * 6 * 2 * (2 - 1) / 2 * 8 * 16 * 64 * 4
         assert found["held"] == pytest.approx(planned["held"], rel=0.1)
@@ -237,10 +234,8 @@ def test_collectives_are_fitted_as_committed() -> None:
 
 @ranks(2)
 def test_collectives_are_measured() -> None:
-    options = collectives_measured.arguments().parse_args(["--sizes=3", "--repeats=1"])
-    mesh = Mesh({"data": 2})
-    found = collectives_measured.measure(options, mesh, torch.device("cpu"))
-    mesh.close()
+    options = collectives_measured.MEASURED.options(["--sizes=3", "--repeats=1"])
+    found = collectives_measured.MEASURED.take(options, 2, torch.device("cpu"))
     assert [link["kind"] for link in found["links"]] == [
         "all_reduce",
         "all_gather",

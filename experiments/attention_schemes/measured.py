@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 
 from experiments.attention_schemes.counting import Scheme, parts
-from experiments.measuring import measured, median, results, shared_cores, sizes
+from experiments.measuring import Measured, Notes, median, precision_of, shared_cores
 from experiments.report import markdown
 from meshfold.mesh import Mesh
 from meshfold.sequence import attention
@@ -32,33 +33,13 @@ of {repeats}. Published for eight GPUs: zigzag 1.67 to 1.71 times as fast as the
 """
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measure on this rank; rank 0 writes measured.json and measured.md."""
-    return measured(argv, arguments(), measure, page)
-
-
-def arguments() -> argparse.ArgumentParser:
-    """Sizes; on GPUs by default the heads of Llama-3.1-8B."""
-    table = [
-        ("tokens", 256, 65_536, "of the whole sequence"),
-        ("heads", 4, 32, "of queries"),
-        ("kv-heads", 4, 8, "of keys and values"),
-        ("head-dim", 16, 128, "elements of a head"),
-        ("repeats", 3, 7, "of every time"),
-    ]
-    return sizes(__doc__, Path(__file__).parent, table)
-
-
-def measure(options: argparse.Namespace, ranks: int, device: torch.device) -> dict[str, Any]:
+def measure(notes: Notes) -> None:
     """Time forward, and forward with backward, of every ring and exchange that the ranks make."""
-    rows = []
-    for scheme in parts(ranks):
-        if scheme.ring > 1:
-            rows.append(one(replace(scheme, order="contiguous"), options, device))
-        if options.heads % scheme.ulysses == 0:
-            rows.append(one(scheme, options, device))
-    names = ("tokens", "heads", "kv_heads", "head_dim", "repeats")
-    return results(options, names, ranks, device, _dtype(device), rows)
+    for scheme in parts(notes.ranks):
+        orders = ["contiguous"] * (scheme.ring > 1) + [scheme.order] * (notes.options.heads % scheme.ulysses == 0)
+        for order in orders:
+            name = f"ring {scheme.ring}, Ulysses {scheme.ulysses}, {order}"
+            notes.add(name, partial(one, replace(scheme, order=order), notes.options, notes.device))
 
 
 def one(scheme: Scheme, options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
@@ -68,7 +49,7 @@ def one(scheme: Scheme, options: argparse.Namespace, device: torch.device) -> di
 
     def share_of(heads: int) -> torch.Tensor:
         shape = (1, options.tokens // scheme.ranks, heads, options.head_dim)
-        x = torch.randn(shape, device=device, dtype=_dtype(device))
+        x = torch.randn(shape, device=device, dtype=precision_of(device))
         return x.requires_grad_()
 
     q, k, v = (share_of(heads) for heads in (options.heads, options.kv_heads, options.kv_heads))
@@ -91,10 +72,6 @@ def one(scheme: Scheme, options: argparse.Namespace, device: torch.device) -> di
     return found
 
 
-def _dtype(device: torch.device) -> torch.dtype:
-    return torch.bfloat16 if device.type == "cuda" else torch.float32
-
-
 def page(found: Mapping[str, Any]) -> str:
     """measured.md."""
     basic = {(row["ring"], row["ulysses"]): row for row in found["rows"] if row["order"] == "contiguous"}
@@ -114,6 +91,22 @@ def page(found: Mapping[str, Any]) -> str:
         **{key: found[key] for key in keys}, table=markdown(head, rows), verdict=" ".join(shared_cores(found))
     )
 
+
+MEASURED = Measured(
+    file=__file__,
+    about=__doc__,
+    sizes=(  # Sizes; on GPUs by default the heads of Llama-3.1-8B.
+        ("tokens", 256, 65_536, "of the whole sequence"),
+        ("heads", 4, 32, "of queries"),
+        ("kv-heads", 4, 8, "of keys and values"),
+        ("head-dim", 16, 128, "elements of a head"),
+        ("repeats", 3, 7, "of every time"),
+    ),
+    shown=("tokens", "heads", "kv_heads", "head_dim", "repeats"),
+    run=measure,
+    page=page,
+)
+main = MEASURED.main
 
 if __name__ == "__main__":
     sys.exit(main())

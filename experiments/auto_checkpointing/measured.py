@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-import torch
-
-from experiments.measuring import measured, results, shared_cores, sizes
+from experiments.measuring import Measured, Notes, shared_cores
 from experiments.report import NONE, markdown
 from experiments.trained import Job, gpt_of, trained
 from meshfold.models import GPT
@@ -32,46 +30,21 @@ budget.
 """
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Train on this rank; rank 0 writes measured.json and measured.md."""
-    return measured(argv, arguments(), measure, page)
-
-
-def arguments() -> argparse.ArgumentParser:
-    """Sizes; on GPUs by default the chart's model with as many sequences as the plan finds for 53 GB."""
-    table = [
-        ("layers", 1, 24, None),
-        ("hidden", 32, 1024, None),
-        ("heads", 2, 16, None),
-        ("sequence", 16, 1024, "tokens"),
-        ("vocabulary", 128, 50_304, None),
-        ("batch", 1, 52, "sequences of a rank"),
-        ("steps", 1, 5, "that count"),
-    ]
-    return sizes(__doc__, Path(__file__).parent, table)
-
-
-def measure(options: argparse.Namespace, ranks: int, device: torch.device) -> dict[str, Any]:
+def measure(notes: Notes) -> None:
     """Train within each budget; on a CPU once, without any."""
-    config = gpt_of(options)
-    cuda = device.type == "cuda"
-    rows = []
-    for budget in BUDGETS if cuda else BUDGETS[:1]:
-        zero: dict[str, object] = dict(stage=3, placement="auto")
-        if cuda:
-            zero["gpu_memory_limit"] = int(budget * 1e9)
-        job = Job(
-            sequence=options.sequence,
-            steps=options.steps,
-            recompute="auto",
-            device=device,
-        )
-        batch = ranks * options.batch
-        ran = trained(lambda: GPT(config), config.vocab_size, {"data": ranks, "zero": zero}, job, batch=batch)
-        rows.append({"budget": budget, **ran})
-    kind = torch.bfloat16 if cuda else torch.float32
-    names = ("layers", "hidden", "sequence", "batch", "steps")
-    return results(options, names, ranks, device, kind, rows)
+    for budget in BUDGETS if notes.cuda else BUDGETS[:1]:
+        notes.add(f"{budget} GB", partial(one, notes, budget))
+
+
+def one(notes: Notes, budget: int) -> dict[str, Any]:
+    """Train within a budget in GB; a CPU has none."""
+    options, config = notes.options, gpt_of(notes.options)
+    zero: dict[str, object] = dict(stage=3, placement="auto")
+    if notes.cuda:
+        zero["gpu_memory_limit"] = int(budget * 1e9)
+    job = Job(sequence=options.sequence, steps=options.steps, recompute="auto", device=notes.device)
+    batch, spec = notes.ranks * options.batch, {"data": notes.ranks, "zero": zero}
+    return {"budget": budget, **trained(lambda: GPT(config), config.vocab_size, spec, job, batch=batch)}
 
 
 def page(found: Mapping[str, Any]) -> str:
@@ -96,6 +69,24 @@ def page(found: Mapping[str, Any]) -> str:
     table = markdown(["budget, GB", "GB", "seconds", "by the first"], rows)
     return PAGE.format(**{key: found[key] for key in keys}, table=table, verdict=" ".join(shared_cores(found)))
 
+
+MEASURED = Measured(
+    file=__file__,
+    about=__doc__,
+    sizes=(  # Sizes; on GPUs by default the chart's model with as many sequences as the plan finds for 53 GB.
+        ("layers", 1, 24, None),
+        ("hidden", 32, 1024, None),
+        ("heads", 2, 16, None),
+        ("sequence", 16, 1024, "tokens"),
+        ("vocabulary", 128, 50_304, None),
+        ("batch", 1, 52, "sequences of a rank"),
+        ("steps", 1, 5, "that count"),
+    ),
+    shown=("layers", "hidden", "sequence", "batch", "steps"),
+    run=measure,
+    page=page,
+)
+main = MEASURED.main
 
 if __name__ == "__main__":
     sys.exit(main())

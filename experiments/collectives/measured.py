@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-import torch
-
 from experiments.collectives.simulated import link_of
-from experiments.measuring import publish, shared_cores, sizes, surroundings
+from experiments.measuring import Measured, Notes, shared_cores
 from experiments.report import markdown
-from meshfold.mesh import Mesh, start
+from meshfold.mesh import Mesh
 from meshfold.planner.calibration import Effort
-from meshfold.planner.calibration.messages import message_samples
+from meshfold.planner.calibration.messages import KINDS, message_samples
 
 PAGE = """<!-- made from measured.json by run.py --measure; edit neither -->
 
@@ -35,38 +33,15 @@ WITHIN = {"CPU": 0.25}
 GPU = 0.1
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measure on this rank; rank 0 writes measured.json and measured.md."""
-    options = arguments().parse_args(argv)
-    with start() as process:
-        mesh = Mesh({"data": process.world_size})
-        found = measure(options, mesh, torch.device(process.device))
-        mesh.close()
-    if process.rank == 0:
-        publish(found, page, options.output)
-    return 0
-
-
-def arguments() -> argparse.ArgumentParser:
-    """Sizes: from 1 KiB in factors of four."""
-    table = [("sizes", 7, 11, "how many: the last is 4 ** (sizes - 1) KiB"), ("repeats", 5, 10, "of every time")]
-    return sizes(__doc__, Path(__file__).parent, table)
-
-
-def measure(options: argparse.Namespace, mesh: Mesh, device: torch.device) -> dict[str, Any]:
-    """Every kind over all ranks of a mesh with one axis."""
-    group = mesh.group("data")
-    blocks = tuple(1024 * 4**n for n in range(options.sizes))
-    samples = message_samples(group, device, replace(Effort(), message_bytes=blocks, repeats=options.repeats))
-    kinds = dict.fromkeys(sample.kind for sample in samples)
-    links = [link_of(kind, [sample for sample in samples if sample.kind == kind]) for kind in kinds]
-    return {
-        "ranks": group.size,
-        **surroundings(device, torch.float32),
-        "largest": blocks[-1] // 1024,
-        "repeats": options.repeats,
-        "links": links,
-    }
+def measure(notes: Notes) -> None:
+    """Measure every kind over all ranks."""
+    blocks = tuple(1024 * 4**n for n in range(notes.options.sizes))
+    notes.head |= {"kind": "float32", "largest": blocks[-1] // 1024}
+    effort = replace(Effort(), message_bytes=blocks, repeats=notes.options.repeats)
+    with closing(Mesh({"data": notes.ranks})) as mesh:
+        group = mesh.group("data")
+        for kind in KINDS:
+            notes.add(kind, lambda: link_of(kind, message_samples(group, notes.device, effort, [kind])))  # noqa: B023
 
 
 def page(found: Mapping[str, Any]) -> str:
@@ -92,6 +67,20 @@ def said(found: Mapping[str, Any]) -> str:
     parts = [f"Of {len(found['links'])} kinds α–β tells {len(good)} within {within:.0%} at unseen sizes."]
     return " ".join([*parts, *shared_cores(found)])
 
+
+MEASURED = Measured(
+    file=__file__,
+    about=__doc__,
+    sizes=(  # Sizes: from 1 KiB in factors of four.
+        ("sizes", 7, 11, "how many: the last is 4 ** (sizes - 1) KiB"),
+        ("repeats", 5, 10, "of every time"),
+    ),
+    shown=("repeats",),
+    run=measure,
+    page=page,
+    key="links",
+)
+main = MEASURED.main
 
 if __name__ == "__main__":
     sys.exit(main())

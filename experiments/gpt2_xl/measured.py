@@ -5,22 +5,21 @@ On GPUs with more memory, only 40 GB of each may be allocated.
 
 from __future__ import annotations
 
-import argparse
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-import torch
-
-from experiments.measuring import measured, results, shared_cores, sizes
+from experiments.measuring import Measured, Notes, shared_cores
 from experiments.report import NONE, markdown
 from experiments.trained import Job, gpt_of, trained
 from meshfold.models import GPT
 
 LIMIT = 40 * 2**30
+STRATEGIES: dict[str, dict[str, object]] = {"ddp": {}, "sharded": {"zero": dict(stage=3, placement="cuda")}}
 PAGE = """<!-- made from measured.json by run.py --measure; edit neither -->
 
 # GPT2-XL: strategies that ran
@@ -34,41 +33,20 @@ PAGE = """<!-- made from measured.json by run.py --measure; edit neither -->
 """
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Train on this rank; rank 0 writes measured.json and measured.md."""
-    return measured(argv, arguments(), measure, page)
-
-
-def arguments() -> argparse.ArgumentParser:
-    """Sizes; on GPUs by default the table's."""
-    table = [
-        ("layers", 2, 48, None),
-        ("hidden", 32, 1600, None),
-        ("heads", 2, 25, None),
-        ("sequence", 32, 1024, "tokens"),
-        ("vocabulary", 128, 50304, None),
-        ("few", 1, 6, "sequences of a rank under DDP"),
-        ("many", 2, 40, "sequences of a rank with sharded states"),
-        ("steps", 2, 5, "that count"),
-    ]
-    return sizes(__doc__, Path(__file__).parent, table)
-
-
-def measure(options: argparse.Namespace, ranks: int, device: torch.device) -> dict[str, Any]:
+def measure(notes: Notes) -> None:
     """Train under DDP with both batches, and with sharded states with the larger one."""
-    config = gpt_of(options)
-    job = Job(sequence=options.sequence, steps=options.steps, recompute="blocks", device=device, limit=LIMIT)
-    rows = []
-    for strategy, each, spec in (
-        ("ddp", options.few, {}),
-        ("ddp", options.many, {}),
-        ("sharded", options.many, {"zero": dict(stage=3, placement="cuda")}),
-    ):
-        ran = trained(lambda: GPT(config), config.vocab_size, {"data": ranks, **spec}, job, batch=ranks * each)
-        rows.append({"strategy": strategy, "batch": ranks * each, **ran})
-    names = ("layers", "hidden", "sequence", "steps")
-    kind = torch.bfloat16 if device.type == "cuda" else torch.float32
-    return results(options, names, ranks, device, kind, rows)
+    few, many = (notes.ranks * each for each in (notes.options.few, notes.options.many))
+    for strategy, batch in (("ddp", few), ("ddp", many), ("sharded", many)):
+        notes.add(f"{strategy}, {batch} sequences", partial(one, notes, strategy, batch))
+
+
+def one(notes: Notes, strategy: str, batch: int) -> dict[str, Any]:
+    """Train with so many sequences of all ranks."""
+    options, config = notes.options, gpt_of(notes.options)
+    job = Job(sequence=options.sequence, steps=options.steps, recompute="blocks", device=notes.device, limit=LIMIT)
+    spec = {"data": notes.ranks, **STRATEGIES[strategy]}
+    ran = trained(lambda: GPT(config), config.vocab_size, spec, job, batch=batch)
+    return {"strategy": strategy, "batch": batch, **ran}
 
 
 def page(found: Mapping[str, Any]) -> str:
@@ -94,6 +72,25 @@ def page(found: Mapping[str, Any]) -> str:
     table = markdown(["strategy", "sequences", "GB", "samples/s", "by DDP's"], rows)
     return PAGE.format(**{key: found[key] for key in keys}, table=table, verdict=" ".join(shared_cores(found)))
 
+
+MEASURED = Measured(
+    file=__file__,
+    about=__doc__,
+    sizes=(  # Sizes; on GPUs by default the table's.
+        ("layers", 2, 48, None),
+        ("hidden", 32, 1600, None),
+        ("heads", 2, 25, None),
+        ("sequence", 32, 1024, "tokens"),
+        ("vocabulary", 128, 50304, None),
+        ("few", 1, 6, "sequences of a rank under DDP"),
+        ("many", 2, 40, "sequences of a rank with sharded states"),
+        ("steps", 2, 5, "that count"),
+    ),
+    shown=("layers", "hidden", "sequence", "steps"),
+    run=measure,
+    page=page,
+)
+main = MEASURED.main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -6,18 +6,14 @@ On four GPUs the default sizes are those of the paper's code: 24 layers of 2048 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from experiments.tensor_measured import measure
+from experiments.tensor_measured import stacks
 
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measure on this rank; rank 0 writes measured.json and measured.md."""
-    return measure(argv, __doc__, Path(__file__).parent, ("1d", "2d"), "Optimus: 2D beside 1D, run for real")
-
+MEASURED = stacks(__file__, __doc__, ("1d", "2d"), "Optimus: 2D beside 1D, run for real")
+main = MEASURED.main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -6,17 +6,15 @@ limit, a rank's share stays at what ``--tokens`` says.
 
 from __future__ import annotations
 
-import argparse
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-import torch
-
-from experiments.measuring import measured, results, shared_cores, sizes
+from experiments.measuring import Measured, Notes, shared_cores
 from experiments.report import NONE, markdown
 from experiments.trained import Job, trained
 from meshfold.models import Llama, LlamaConfig
@@ -34,41 +32,17 @@ median of {steps} steps. Published: N GPUs have N times the length.
 """
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Train on this rank; rank 0 writes measured.json and measured.md."""
-    return measured(argv, arguments(), measure, page)
-
-
-def arguments() -> argparse.ArgumentParser:
-    """Sizes; on GPUs by default eight layers of the shape of 3 billion parameters, in 40 GB."""
-    table = [
-        ("layers", 1, 8, None),
-        ("hidden", 32, 3200, None),
-        ("heads", 2, 32, None),
-        ("inner", 64, 8640, None),
-        ("vocabulary", 128, 32_000, None),
-        ("tokens", 16, 65_536, "of a rank's share, to begin with"),
-        ("limit", 0, 40, "GB of a GPU that may be allocated"),
-        ("steps", 1, 3, "that count"),
-    ]
-    return sizes(__doc__, Path(__file__).parent, table)
-
-
-def measure(options: argparse.Namespace, ranks: int, device: torch.device) -> dict[str, Any]:
+def measure(notes: Notes) -> None:
     """Train one sequence over all ranks, longer and longer."""
-    rows, tokens = [], options.tokens * ranks
-    while True:
-        rows.append(one(options, tokens, ranks, device))
-        if device.type != "cuda" or not rows[-1]["fits"]:
-            break
-        tokens *= 2
-    kind = torch.bfloat16 if device.type == "cuda" else torch.float32
-    names = ("layers", "hidden", "steps", "limit")
-    return results(options, names, ranks, device, kind, rows)
+    tokens, fits = notes.options.tokens * notes.ranks, True
+    while fits:
+        row = notes.add(f"{tokens:,} tokens", partial(one, notes, tokens))
+        tokens, fits = 2 * tokens, notes.cuda and row["fits"]
 
 
-def one(options: argparse.Namespace, tokens: int, ranks: int, device: torch.device) -> dict[str, Any]:
+def one(notes: Notes, tokens: int) -> dict[str, Any]:
     """Train a sequence of so many tokens for a few steps."""
+    options, ranks = notes.options, notes.ranks
     config = LlamaConfig(
         vocab_size=options.vocabulary,
         hidden=options.hidden,
@@ -78,7 +52,7 @@ def one(options: argparse.Namespace, tokens: int, ranks: int, device: torch.devi
         max_positions=tokens,
     )
     limit = options.limit * 1e9 or None
-    job = Job(sequence=tokens, steps=options.steps, recompute="blocks", device=device, limit=limit)
+    job = Job(sequence=tokens, steps=options.steps, recompute="blocks", device=notes.device, limit=limit)
     spec: dict[str, object] = {"sequence": dict(mode="ring", size=ranks)} if ranks > 1 else {}
     return {"tokens": tokens, **trained(lambda: Llama(config), config.vocab_size, spec, job, batch=1)}
 
@@ -100,6 +74,25 @@ def page(found: Mapping[str, Any]) -> str:
     table = markdown(["tokens", "GB", "seconds"], rows)
     return PAGE.format(**{key: found[key] for key in keys}, table=table, verdict=" ".join(shared_cores(found)))
 
+
+MEASURED = Measured(
+    file=__file__,
+    about=__doc__,
+    sizes=(  # Sizes; on GPUs by default two layers of the shape of 3 billion parameters, in 12 GB, so that a step takes seconds.
+        ("layers", 1, 2, None),
+        ("hidden", 32, 3200, None),
+        ("heads", 2, 32, None),
+        ("inner", 64, 8640, None),
+        ("vocabulary", 128, 32_000, None),
+        ("tokens", 16, 8192, "of a rank's share, to begin with"),
+        ("limit", 0, 12, "GB of a GPU that may be allocated"),
+        ("steps", 1, 2, "that count"),
+    ),
+    shown=("layers", "hidden", "steps", "limit"),
+    run=measure,
+    page=page,
+)
+main = MEASURED.main
 
 if __name__ == "__main__":
     sys.exit(main())

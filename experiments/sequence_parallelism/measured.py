@@ -7,9 +7,10 @@ fewer ranks than there are, the others do the same beside it.
 
 from __future__ import annotations
 
-import argparse
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +19,19 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 from torch import Tensor
 
-from experiments.measuring import measured, median, shared_cores, sizes, surroundings
+from experiments.measuring import Measured, Notes, largest_of_ranks, median, shared_cores
 from experiments.report import markdown
 from experiments.sequence_parallelism.bert import Stack
 from experiments.sequence_parallelism.counting import RING, RING_SELF, TENSOR, split
 from experiments.sequence_parallelism.plan import MB
 from experiments.sequence_parallelism.tables import NAMES
-from meshfold.mesh import Mesh, all_reduce
+from meshfold.mesh import Mesh
 from meshfold.mesh.model_io.dry_run import saved_for_backward
 from meshfold.sequence import gather_sequence, shard_sequence
 
 SCHEMES = (TENSOR, RING_SELF, RING)
+ALLOCATED = "the most that was allocated, weights and gradients included"
+KEPT = "what autograd kept, counted, as a CPU has no such meter"
 PAGE = """<!-- made from measured.json by run.py --measure; edit neither -->
 
 # Ring self-attention: weak scaling that ran
@@ -43,69 +46,39 @@ relative to its largest element.
 """
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measure on this rank; rank 0 writes measured.json and measured.md."""
-
-    def measure(options: argparse.Namespace, ranks: int, device: torch.device) -> dict[str, Any]:
-        return Measurement(options, ranks, device).run()
-
-    return measured(argv, arguments(), measure, page)
-
-
-def arguments() -> argparse.ArgumentParser:
-    """Sizes; on GPUs by default a stage of table 4: three layers of BERT-Large, 64 sequences of 512 tokens a rank."""
-    table = [
-        ("layers", 2, 3, "of the stage"),
-        ("hidden", 64, 1024, "elements of the residual stream"),
-        ("heads", 4, 16, "of attention; tensor parallelism splits them"),
-        ("batch", 4, 64, "sequences of a rank alone; of all ranks where the sequence grows"),
-        ("length", 32, 512, "tokens; half as many on a rank alone where the sequence grows"),
-        ("repeats", 3, 7, "of every time"),
-    ]
-    return sizes(__doc__, Path(__file__).parent, table)
+def measure(notes: Notes) -> None:
+    """Measure all schemes on all numbers of ranks."""
+    Measurement(notes).run()
 
 
 class Measurement:
     """All schemes on all numbers of ranks."""
 
-    def __init__(self, options: argparse.Namespace, ranks: int, device: torch.device) -> None:
-        self.options, self.ranks, self.device = options, ranks, device
-        self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        self.world = Mesh({"data": ranks})
+    def __init__(self, notes: Notes) -> None:
+        self.notes, self.options, self.ranks, self.device = notes, notes.options, notes.ranks, notes.device
+        self.world = Mesh({"data": notes.ranks})
         self.group = self.world.group("data")
 
-    def run(self) -> dict[str, Any]:
-        """Both ways to scale, for all divisors of the ranks that are powers of two."""
-        o = self.options
+    def run(self) -> None:
+        """Measure both ways to scale, for all divisors of the ranks that are powers of two."""
+        o, notes = self.options, self.notes
+        notes.head["memory"] = ALLOCATED if notes.cuda else KEPT
         counts = [n for n in (2**power for power in range(10)) if self.ranks % n == 0]
-        rows = [
-            self.one(scheme, n, scaled, batch, length)
-            for scaled in ("batch", "sequence")
-            for n in counts
-            for batch, length in [(o.batch * n, o.length) if scaled == "batch" else (o.batch, o.length // 2 * n)]
-            for scheme in SCHEMES
-            if scheme != TENSOR or o.heads % n == 0
-        ]
-        cuda = self.device.type == "cuda"
+        for scaled, n, scheme in product(("batch", "sequence"), counts, SCHEMES):
+            if scheme != TENSOR or o.heads % n == 0:
+                batch, length = (o.batch * n, o.length) if scaled == "batch" else (o.batch, o.length // 2 * n)
+                name = f"{NAMES[scheme]} on {n}, {batch} sequences of {length}"
+                notes.add(name, partial(self.one, scheme, n, scaled, batch, length))
         self.world.close()
-        return {
-            "ranks": self.ranks,
-            **surroundings(self.device, self.dtype),
-            "memory": "the most that was allocated, weights and gradients included"
-            if cuda
-            else "what autograd kept, counted, as a CPU has no such meter",
-            **{name: getattr(o, name) for name in ("layers", "hidden", "heads", "batch", "length", "repeats")},
-            "rows": rows,
-        }
 
     def one(self, scheme: str, n: int, scaled: str, batch: int, length: int) -> dict[str, Any]:
         """A scheme on n ranks at a size: memory, time, and how far its output is off."""
         axis = "tensor" if scheme == TENSOR else "seq"
         mesh = Mesh({"data": self.ranks // n, axis: n})
         torch.manual_seed(0)
-        model = Stack(self.options.hidden, self.options.heads, self.options.layers)
-        model = model.to(self.device, self.dtype)
-        x = torch.randn(batch, length, self.options.hidden).to(self.device, self.dtype)
+        with self.device:  # every rank draws the same there
+            model = Stack(self.options.hidden, self.options.heads, self.options.layers).to(self.notes.dtype)
+            x = torch.randn(batch, length, self.options.hidden).to(self.notes.dtype)
         small = x[:2]  # outputs are compared on two sequences: one rank need not hold them all
         wanted = self.output(model.eval(), small)
         pieces = split(model, mesh, scheme)
@@ -132,8 +105,8 @@ class Measurement:
             "scaled": scaled,
             "batch": batch,
             "length": length,
-            "off": self.largest(off),
-            "bytes": self.largest(memory),
+            "off": largest_of_ranks(off, self.group, self.device),
+            "bytes": largest_of_ranks(memory, self.group, self.device),
             "seconds": seconds,
         }
         mesh.close()
@@ -156,10 +129,6 @@ class Measurement:
         with saved_for_backward(list(model.parameters())) as saved:
             step()
         return float(saved.bytes)
-
-    def largest(self, number: float) -> float:
-        """Over all ranks."""
-        return float(all_reduce(torch.tensor([number], dtype=torch.float64, device=self.device), self.group, op="max"))
 
 
 def page(found: Mapping[str, Any]) -> str:
@@ -202,9 +171,12 @@ def said(found: Mapping[str, Any]) -> str:
     rows = found["rows"]
     by = {(row["scheme"], row["scaled"], row["N"]): row for row in rows}
     most = max(row["N"] for row in rows)
-    flat = max(abs(by[RING_SELF, "batch", row["N"]]["bytes"] / by[RING_SELF, "batch", 1]["bytes"] - 1) for row in rows)
-    parts = [f"As the batch grows, memory of ring self-attention is within {flat:.1%} of one rank's."]
-    if (TENSOR, "sequence", most) in by and most > 1:
+    same = [row["bytes"] for row in rows if (row["scheme"], row["scaled"]) == (RING_SELF, "batch")]
+    parts = []
+    if same:
+        flat = max(abs(size / same[0] - 1) for size in same)
+        parts.append(f"As the batch grows, memory of ring self-attention is within {flat:.1%} of one rank's.")
+    if (RING, "sequence", most) in by and (TENSOR, "sequence", most) in by and most > 1:
         shares = [
             f"{by[scheme, 'sequence', most]['bytes'] / by[TENSOR, 'sequence', most]['bytes']:.2f}"
             for scheme in (RING_SELF, RING)
@@ -216,6 +188,23 @@ def said(found: Mapping[str, Any]) -> str:
     parts.append(f"Outputs are at most {far:.0e} off.")
     return " ".join([*parts, *shared_cores(found)])
 
+
+MEASURED = Measured(
+    file=__file__,
+    about=__doc__,
+    sizes=(  # Sizes; on GPUs by default a stage of table 4: three layers of BERT-Large, 64 sequences of 512 tokens a rank.
+        ("layers", 2, 3, "of the stage"),
+        ("hidden", 64, 1024, "elements of the residual stream"),
+        ("heads", 4, 16, "of attention; tensor parallelism splits them"),
+        ("batch", 4, 64, "sequences of a rank alone; of all ranks where the sequence grows"),
+        ("length", 32, 512, "tokens; half as many on a rank alone where the sequence grows"),
+        ("repeats", 3, 7, "of every time"),
+    ),
+    shown=("layers", "hidden", "heads", "batch", "length", "repeats"),
+    run=measure,
+    page=page,
+)
+main = MEASURED.main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 
-from experiments.measuring import median, publish, shared_cores, sizes, surroundings
+from experiments.measuring import Measured, Notes, median, shared_cores
 from experiments.report import markdown, read_csv
 from experiments.zero_bubble.claims import published
 from experiments.zero_bubble.heuristic import Times, heuristic
 from experiments.zero_bubble.settings import FOLDER
-from meshfold.mesh import Group, Mesh, shift, start
+from meshfold.mesh import Mesh, shift
 from meshfold.models import GPT, GPTConfig
 from meshfold.pipeline import Costs, Pipeline, simulate_costs
 
@@ -44,38 +45,19 @@ model on any number of ranks with as many micro-batches a rank, from samples per
 """
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run every schedule on this rank; rank 0 writes measured.json and measured.md."""
-    options = arguments().parse_args(argv)
-    with start() as process:
-        mesh = Mesh({"pipe": process.world_size})
-        found = Measurement(options, mesh, mesh.group("pipe"), torch.device(process.device)).run()
-    if process.rank == 0:
-        publish(found, page, options.output)
-    return 0
-
-
-def arguments() -> argparse.ArgumentParser:
-    """Sizes; on GPUs by default the paper's 1.5B model with half as many micro-batches, for half as many ranks."""
-    table = [
-        ("layers", 8, 22, None),
-        ("hidden", 128, 2304, None),
-        ("heads", 4, 24, None),
-        ("sequence", 128, 1024, None),
-        ("vocabulary", 512, 50304, None),
-        ("rows", 2, 6, None),
-        ("microbatches", 8, 12, None),
-        ("repeats", 5, 7, None),
-    ]
-    return sizes(__doc__, Path(__file__).parent, table)
+def measure(notes: Notes) -> None:
+    """Run every schedule on a mesh of all ranks."""
+    with closing(Mesh({"pipe": notes.ranks})) as mesh:
+        Measurement(notes, mesh).run()
 
 
 class Measurement:
     """All schedules of one model on the ranks of a mesh."""
 
-    def __init__(self, options: argparse.Namespace, mesh: Mesh, group: Group, device: torch.device) -> None:
-        self.options, self.mesh, self.group, self.device = options, mesh, group, device
-        self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    def __init__(self, notes: Notes, mesh: Mesh) -> None:
+        self.notes, self.options, self.device = notes, notes.options, notes.device
+        self.mesh, self.group = mesh, mesh.group("pipe")
+        options = self.options
         self.config = GPTConfig(
             vocab_size=options.vocabulary,
             hidden=options.hidden,
@@ -88,44 +70,31 @@ class Measurement:
         shape = (options.rows * options.microbatches, options.sequence)
         tokens = torch.randint(options.vocabulary, shape, generator=generator)
         self.batch = {"input_ids": tokens, "labels": tokens}
+        self.costs: list[Costs] = []
 
-    def run(self) -> dict[str, Any]:
+    def run(self) -> None:
         """Measure a message, then every schedule; ``auto`` and the paper's heuristic with the times that 1F1B's stages took."""
-        options = self.options
         send = self.message()
-        rows = []
-        first: Costs | None = None
+        self.notes.head["send"] = 1e3 * send
         for name, how in SCHEDULES.items():
-            row, costs = self.one(name, how, send)
-            first = first or costs
-            rows.append(row)
-        if first is None:
-            raise RuntimeError("nothing was measured")
-        for name, how in searched(first, send, self.group.size).items():
-            rows.append(self.one(name, how, send)[0])
-        names = ("layers", "hidden", "sequence", "microbatches", "rows", "repeats")
-        return {
-            "ranks": self.group.size,
-            **surroundings(self.device, self.dtype),
-            **{name: getattr(options, name) for name in names},
-            "send": 1e3 * send,
-            "schedules": rows,
-        }
+            self.notes.add(name, partial(self.one, name, how, send))
+        for name, how in searched(self.costs[0], send, self.group.size).items():
+            self.notes.add(name, partial(self.one, name, how, send))
 
     def message(self) -> float:
         """Seconds of sending a micro-batch's activations to the next rank."""
         o = self.options
-        x = torch.zeros(o.rows * o.sequence, o.hidden, dtype=self.dtype, device=self.device)
+        x = torch.zeros(o.rows * o.sequence, o.hidden, dtype=self.notes.dtype, device=self.device)
         return median(lambda: shift(x, self.group), 20, self.group, self.device)
 
-    def one(self, name: str, how: Mapping[str, Any], send: float) -> tuple[dict[str, Any], Costs]:
+    def one(self, name: str, how: Mapping[str, Any], send: float) -> dict[str, Any]:
         """A schedule's time, beside what the clock says of its list with the times of its stages."""
         pipeline = Pipeline(
             lambda: GPT(self.config),
             self.mesh,
             microbatches=self.options.microbatches,
             device=self.device,
-            dtype=self.dtype,
+            dtype=self.notes.dtype,
             **how,
         )
         parameters = list(pipeline.parameters())
@@ -147,7 +116,8 @@ class Measurement:
         seconds = median(step, self.options.repeats, self.group, self.device)
         made = pipeline.program(self.options.microbatches).schedule
         clock = simulate_costs(made, costs)
-        row = {
+        self.costs.append(costs)
+        return {
             "schedule": name,
             "seconds": seconds,
             "simulated seconds": clock.makespan,
@@ -156,7 +126,6 @@ class Measurement:
             "activations": max(clock.peak) / made.chunks,
             "loss": losses[0],
         }
-        return row, costs
 
 
 def searched(costs: Costs, send: float, ranks: int) -> dict[str, dict[str, Any]]:
@@ -246,6 +215,26 @@ def said(found: Mapping[str, Any]) -> str:
         ]
     )
 
+
+MEASURED = Measured(
+    file=__file__,
+    about=__doc__,
+    sizes=(  # Sizes; on GPUs by default the paper's 1.5B model with half as many micro-batches, for half as many ranks.
+        ("layers", 8, 22, None),
+        ("hidden", 128, 2304, None),
+        ("heads", 4, 24, None),
+        ("sequence", 128, 1024, None),
+        ("vocabulary", 512, 50304, None),
+        ("rows", 2, 6, None),
+        ("microbatches", 8, 12, None),
+        ("repeats", 5, 7, None),
+    ),
+    shown=("layers", "hidden", "sequence", "microbatches", "rows", "repeats"),
+    run=measure,
+    page=page,
+    key="schedules",
+)
+main = MEASURED.main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -35,17 +35,21 @@ KINDS: dict[Kind, Callable[[Tensor, Group], object]] = {
 """Measured kinds. ``send`` takes the seconds of ``shift``, which is a send and a receive beside each other."""
 
 
-def message_samples(group: Group, device: torch.device, effort: Effort) -> list[MessageSample]:
-    """Measure every kind for every size: seconds of the slowest rank, between barriers. All ranks of the group must call.
+def message_samples(
+    group: Group, device: torch.device, effort: Effort, kinds: Iterable[Kind] = tuple(KINDS)
+) -> list[MessageSample]:
+    """Measure kinds for every size: seconds of the slowest rank, between barriers. All ranks of the group must call.
 
     Args:
         group: of two ranks or more.
         device: of the tensors.
         effort: its sizes are those of the block that the ring count names: what all ranks have together in a gather, what each
             rank has in a sum.
+        kinds: by default all of ``KINDS``.
     """
     found = []
-    for kind, run in KINDS.items():
+    for kind in kinds:
+        run = KINDS[kind]
         for size in effort.message_bytes:
             size = max(group.size * 4, size // (group.size * 4) * group.size * 4)
             mine = size // group.size if kind == "all_gather" else size
