@@ -42,7 +42,9 @@ SPECS: dict[int, dict[str, dict[str, Any]]] = {
 """by how many ranks there are"""
 
 FP8 = ", fp8"
-"""at the end of a spec: matrix products with eight-bit operands, scaled by rows"""
+"""at the end of a spec: matrix products with eight-bit operands, scaled by rows, over tokens those of a rank"""
+GATHERED = " gathered"
+"""after that: weights that only such products read are gathered in eight bits, too"""
 
 PEERS: dict[str, dict[str, Any]] = {
     "FSDP2": dict(compiled=False, reshard=True),
@@ -55,14 +57,15 @@ PEERS: dict[str, dict[str, Any]] = {
 class Ours:
     """See :class:`benchmarks.specs.worker.Trainer`."""
 
-    def __init__(self, work: Work, spec: Mapping[str, Any], *, compiled: bool, fp8: bool) -> None:
+    def __init__(self, work: Work, spec: Mapping[str, Any], *, compiled: bool, fp8: Mapping[str, Any] | None) -> None:
         from meshfold.engine import Engine
 
         args = work.args
-        precision = dict(name=args.precision, matmul="fp8", recipe="rowwise") if fp8 else args.precision
+        precision = args.precision if fp8 is None else dict(name=args.precision, matmul="fp8", **fp8)
         self.engine = Engine(
-            work.maker(compiled=compiled),
+            work.model,
             spec,
+            compile=compiled,
             optimizer=dict(name="adamw", lr=args.lr),
             precision=precision,
             clip_grad_norm=args.clip,
@@ -85,7 +88,8 @@ class Ours:
 def names(ranks: int) -> list[str]:
     """All contestants on so many ranks."""
     ours = list(SPECS[ranks])
-    fp8 = [f"{name}{FP8}{end}" for name in ours if name.startswith("zero 3") for end in ("", " compiled")]
+    ends = [f"{FP8}{gathered}{compiled}" for gathered in ("", GATHERED) for compiled in ("", " compiled")]
+    fp8 = [f"{name}{end}" for name in ours if name.startswith("zero 3") for end in ends]
     return [*ours, *(f"{name} compiled" for name in ours), *fp8, *PEERS]
 
 
@@ -100,5 +104,7 @@ def builder(name: str, ranks: int) -> Callable[[Work], Trainer]:
 
         return peer
     whole = name.removesuffix(" compiled")
-    spec, fp8 = SPECS[ranks][whole.removesuffix(FP8)], whole.endswith(FP8)
-    return lambda work: Ours(work, spec, compiled=whole != name, fp8=fp8)
+    products = whole.removesuffix(GATHERED)
+    spec = SPECS[ranks][products.removesuffix(FP8)]
+    fp8 = dict(recipe="rowwise", scales="rank", gather="bf16" if products == whole else "fp8")
+    return lambda work: Ours(work, spec, compiled=whole != name, fp8=fp8 if products.endswith(FP8) else None)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -38,17 +37,6 @@ class Work:
         made = build(self._config)
         assert isinstance(made, Llama)  # the command takes no other
         return made
-
-    def compiled(self) -> Llama:
-        """The same, each block compiled."""
-        made = self.model()
-        for i, block in enumerate(made.blocks):
-            made.blocks[i] = torch.compile(block)  # type: ignore[assignment]
-        return made
-
-    def maker(self, *, compiled: bool) -> partial[Llama]:
-        """A function without arguments that makes the model."""
-        return partial(Work.compiled if compiled else Work.model, self)
 
     @property
     def rates(self) -> Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]:

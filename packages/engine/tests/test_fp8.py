@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from meshfold.engine import Engine
 from meshfold.engine.model.fp8_linear import Fp8Products, use_fp8_products
 from meshfold.kernels import FP8_RECIPES, Fp8Tensor, activations, casts_apart, fp8, norms
-from meshfold.mesh import SpecError
+from meshfold.mesh import SpecError, record
 from meshfold.mesh.testing import run_on_ranks
 from meshfold.models import GPT, GPTConfig, build
 from meshfold.pipeline.runtime.deferred_linear import defer_weight_gradients
@@ -189,7 +190,9 @@ def test_stages_of_a_pipeline_train_as_one_process(spec: str) -> None:
     run_on_ranks(size, compare_all, llama, {recipe: alone(llama, recipe) for recipe in RECIPES}, parallel)
 
 
-def operands(recipe: str, parallel: dict[str, Any], **given: Any) -> list[bytes]:
+def operands(
+    recipe: str, parallel: dict[str, Any], keys: Mapping[str, Any] = MappingProxyType({}), **given: Any
+) -> list[bytes]:
     """The operands in 8 bits of a step, in any order."""
     seen: list[bytes] = []
     own = fp8.to_fp8
@@ -202,10 +205,12 @@ def operands(recipe: str, parallel: dict[str, Any], **given: Any) -> list[bytes]
     fp8.to_fp8 = to_fp8
     torch.manual_seed(1)
     try:
-        with Engine(llama, parallel, optimizer=dict(name="sgd", lr=0.0), precision=in_fp8(recipe), **given) as engine:
+        precision, optimizer = in_fp8(recipe, **keys), dict(name="sgd", lr=0.0)
+        with Engine(llama, parallel, optimizer=optimizer, precision=precision, **given) as engine:
+            rows = engine.shard_batch(batches(1)[0])["input_ids"]
             for _ in range(2):
                 seen.clear()  # the first step may try shapes out
-                for ids in batches(1)[0]["input_ids"].chunk(given.get("gradient_accumulation", 1)):
+                for ids in rows.chunk(given.get("gradient_accumulation", 1)):
                     engine.train_step(dict(input_ids=ids, labels=ids))
     finally:
         fp8.to_fp8 = own
@@ -226,6 +231,34 @@ def test_operands_of_stages_are_those_of_the_micro_batches_in_one_process() -> N
     for serial, first, second in zip(wanted, *stages, strict=True):
         assert len(first) > 20 and len(second) > 20
         assert sorted(set(first + second)) == serial
+
+
+def operands_and_reductions(*given: Any) -> tuple[list[bytes], int]:
+    with record() as log:
+        made = operands(*given)
+    return made, sum(entry.kind == "all_reduce" for entry in log.entries)
+
+
+def operands_of_ranks() -> list[list[bytes]]:
+    """The operands of this rank, with scales of its own tokens, which send no more than a recipe without an amax over tokens."""
+    found = []
+    for spec in ("data", "zero 3"):
+        _, fewest = operands_and_reductions("rowwise_hp_dw", SPECS[spec][1])
+        for recipe in ("rowwise", "tensorwise"):
+            made, reductions = operands_and_reductions(recipe, SPECS[spec][1], dict(scales="rank"))
+            assert reductions == fewest, (spec, recipe)
+            found.append(made)
+        assert operands_and_reductions("rowwise", SPECS[spec][1])[1] > fewest
+    return found
+
+
+def test_scales_of_a_ranks_own_tokens_are_those_of_micro_batches_and_send_nothing() -> None:
+    apart, steps = dict(cast="use"), dict(gradient_accumulation=2)  # ranks under zero 3 cast weights for each product
+    wanted = [operands(recipe, {}, apart, **steps) for recipe in ("rowwise", "tensorwise")]
+    for serial, mine, others in zip(2 * wanted, *run_on_ranks(2, operands_of_ranks), strict=True):
+        assert sorted({*mine, *others}) == serial
+    with pytest.raises(SpecError, match="scales='row': write 'all'"):
+        Engine(llama, precision=in_fp8(scales="row"))
 
 
 @pytest.mark.few(1)
@@ -405,7 +438,7 @@ def test_a_plan_says_which_layers_multiply_in_fp8() -> None:
         (in_fp8(keep=("frist",)), "no layer is called 'frist'. Did you mean 'first'?"),
         (
             dict(name="bf16", matmull="fp8"),
-            "there is no key 'matmull'. Did you mean 'matmul'? Known: matmul, recipe, keep, cast, gather",
+            "there is no key 'matmull'. Did you mean 'matmul'? Known: matmul, recipe, scales, keep, cast, gather",
         ),
     ],
 )

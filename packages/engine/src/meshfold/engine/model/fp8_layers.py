@@ -111,7 +111,10 @@ def use_fp8(model: nn.Module, settings: Fp8Settings, world: World, *, accumulati
     found = Fp8Layers(recipe=settings.recipe.name)
     split = world.spec.tensor is not None and world.spec.tensor.size > 1
     heads = _output_weights(model)
-    reduced = None if world.data_size == 1 else bind_fp8_maximum(world.mesh, None, world.outer_axes)
+    outer = (
+        world.outer_axes if settings.scales == "all" else ()
+    )  # axes that split the tokens over which an amax is taken
+    reduced = None if world.mesh.size(*outer) == 1 else bind_fp8_maximum(world.mesh, None, outer)
     products = Fp8Products.bind(settings.recipe, reduced)
     narrow, multiple = settings.keeps_narrow(world.device), settings.recipe.multiple
     layers: dict[str, nn.Module] = {}
@@ -124,7 +127,7 @@ def use_fp8(model: nn.Module, settings: Fp8Settings, world: World, *, accumulati
                 why or module.fp8_refusal(settings.recipe) or (_narrow(*module.multiplied, settings) if narrow else "")
             )
             if not why:
-                module.use_fp8(settings.recipe, world.outer_axes)
+                module.use_fp8(settings.recipe, outer)
                 found._undo.append(lambda layer=module: layer.use_fp8(None))  # type: ignore[misc]
         else:
             why = why or ("tensor parallelism does not split it" if split else "")

@@ -11,10 +11,11 @@ import torch
 from meshfold.kernels import FP8_RECIPES, Fp8Recipe
 from meshfold.mesh import SpecError, did_you_mean
 
-FP8_KEYS = ("matmul", "recipe", "keep", "cast", "gather", "dispatch")
+FP8_KEYS = ("matmul", "recipe", "scales", "keep", "cast", "gather", "dispatch")
 KEEP = ("head", "router", "narrow")
 CASTS = ("step", "use")
 GATHERS = ("fp8", "bf16")
+SCALES = ("all", "rank")
 _RECIPE = "rowwise_hp_dw"
 
 
@@ -24,6 +25,7 @@ class Fp8Settings:
 
     Attributes:
         recipe: scales and formats of the three products.
+        scales: over whose tokens the amax of x and dy is taken: ``"all"``, those of all ranks, or ``"rank"``, this rank's own.
         keep: layers that stay in bf16: ``"head"``, ``"router"``, ``"narrow"`` (those in which fp8 costs time, by
             :func:`meshfold.kernels.fp8_gain`), or parts of names such as ``"blocks.0"``.
         cast: when weights are cast: ``"step"``, once an optimizer step, which holds two more bytes an element of a weight;
@@ -35,6 +37,7 @@ class Fp8Settings:
     """
 
     recipe: Fp8Recipe = FP8_RECIPES[_RECIPE]
+    scales: str = "all"
     keep: tuple[str, ...] = KEEP
     cast: str | None = None
     gather: str = "bf16"
@@ -75,6 +78,12 @@ class Fp8Settings:
             raise SpecError(
                 f"precision={value!r}: there is no recipe {recipe!r}.{hint} Known: {', '.join(FP8_RECIPES)}"
             )
+        scales = keys.get("scales", cls.scales)
+        if scales not in SCALES:
+            raise SpecError(
+                f"precision={value!r}: scales={scales!r}: write 'all' (a scale over tokens is of all ranks' tokens) or 'rank' (of "
+                "this rank's, without a message), or leave it out"
+            )
         keep = keys.get("keep", cls.keep)
         if isinstance(keep, str) or not isinstance(keep, tuple | list) or not all(isinstance(k, str) for k in keep):
             raise SpecError(f"precision={value!r}: give keep a tuple of layer names, as in keep=('head', 'router')")
@@ -97,6 +106,7 @@ class Fp8Settings:
             )
         return cls(
             recipe=FP8_RECIPES[recipe],
+            scales=scales,
             keep=tuple(keep),
             cast=cast,
             gather=gather,
