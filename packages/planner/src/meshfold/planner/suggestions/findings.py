@@ -1,0 +1,127 @@
+"""Outcomes of a search so far: plans, refusals, and what both tell of candidates that are alike."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from meshfold.planner.suggestions.layouts import Candidate, Family
+from meshfold.planner.suggestions.likeness import group_of, kinds_of, likeness
+from meshfold.planner.suggestions.options import Option, Rejected, what_costs
+from meshfold.planner.suggestions.outlook import Outlook
+
+TOLERANCE = 0.01
+"""Seconds that are so near to the best are as good: then the simpler spec is first, and the search ends."""
+_LEAST_TENSOR = 0.92
+"""Share of its likely seconds that a tensor mode takes at least: a split head and MLP fuse a little more."""
+
+
+@dataclass(kw_only=True)
+class Findings:
+    """Outcomes by family, and options.
+
+    Attributes:
+        planned: options, those that do not fit included.
+        refused: what the engine refuses, and what cannot fit.
+        nearest: the best outlook of each traced family that should fit.
+        expected: the best outlook of each family's likely profile.
+        unopened: families that were not traced, with their seconds at least.
+    """
+
+    planned: list[Option] = field(default_factory=list)
+    refused: dict[str, Rejected] = field(default_factory=dict)
+    nearest: dict[str, tuple[Candidate, Outlook]] = field(default_factory=dict)
+    expected: dict[str, tuple[Candidate, Outlook]] = field(default_factory=dict)
+    unopened: list[tuple[float, Family]] = field(default_factory=list)
+    _took: dict[Any, float] = field(default_factory=dict)  # times as long as likely, by kind of split
+    _ratios: dict[Any, tuple[float, float]] = field(default_factory=dict)
+
+    @property
+    def fitting(self) -> list[Option]:
+        """Options that fit."""
+        return [one for one in self.planned if not one.misfit]
+
+    def refuse(
+        self, family: Family, why: str, candidate: Candidate | None = None, outlook: Outlook | None = None
+    ) -> None:
+        """Note that a family, or one candidate of it, cannot be used."""
+        spec = family.spec if candidate is None else candidate.spec
+        self.refused[str(spec.to_dict())] = Rejected(
+            family=family, seconds=float("inf"), candidate=candidate, outlook=outlook, why=why
+        )
+
+    def note_traced(self, family: Family, candidate: Candidate, outlook: Outlook) -> None:
+        """Note the best candidate of a family whose layout was traced."""
+        key = str(family.spec.to_dict())
+        self.nearest[key] = candidate, outlook
+        kinds = kinds_of(family)
+        if len(kinds) == 1 and key in self.expected:
+            took = outlook.seconds / self.expected[key][1].seconds
+            self._took[kinds[0]] = min(took, self._took.get(kinds[0], took))
+
+    def note_planned(self, option: Option) -> None:
+        """Note an option with its plan."""
+        self.planned.append(option)
+        outlook, before = option.outlook, self.ratio(option.candidate)
+        took = option.speed.seconds / outlook.seconds if outlook.seconds and not option.misfit else before[0]
+        self._ratios[likeness(option.candidate)] = (
+            max(before[0], took),
+            max(before[1], option.bytes / outlook.memory),
+        )
+
+    def likely_seconds(self, family: Family) -> float:
+        """Return the expected seconds of a family: of its likely profile, times what traced layouts took that are alike."""
+        _, outlook = self.expected[str(family.spec.to_dict())]
+        ratio = 1.0
+        for kind in kinds_of(family):
+            ratio *= self._took.get(kind, _LEAST_TENSOR if kind[0] == "tensor" else 1.0)
+        return outlook.seconds * ratio
+
+    def ratio(self, candidate: Candidate) -> tuple[float, float]:
+        """Return the seconds and bytes of planned candidates that are alike, by their outlooks'."""
+        return self._ratios.get(likeness(candidate), (1.0, 1.0))
+
+    def is_shown(self, candidate: Candidate) -> bool:
+        """Return True if a planned option that fits differs only in settings, and this one would not be first."""
+        fitting = self.fitting
+        if not fitting:
+            return False
+        best = min(one.speed.seconds for one in fitting)
+        outlook = self.nearest.get(str(candidate.family.spec.to_dict()))
+        same = [one for one in fitting if group_of(one.candidate) == group_of(candidate)]
+        return bool(same) and outlook is not None and min(s.speed.seconds for s in same) <= best * (1 + 5 * TOLERANCE)
+
+    def ranked(self) -> list[Option]:
+        """Return the options that fit: the simplest of the fastest, then all others by their seconds."""
+        options = sorted(self.fitting, key=lambda one: one.speed.seconds)
+        near = [one for one in options if one.speed.seconds <= (1 + TOLERANCE) * options[0].speed.seconds]
+        first = min(near, key=lambda one: (one.candidate.complexity, one.speed.seconds))
+        return [first, *(one for one in options if one is not first)]
+
+    def rejected(self, best: Outlook, waiting: Iterable[tuple[float, Family]]) -> list[Rejected]:
+        """Return the families that lost, fastest first.
+
+        Args:
+            best: outlook of the first option.
+            waiting: families that are still in the queue, with their seconds at least.
+        """
+        shown = {str(one.candidate.family.spec.to_dict()) for one in self.planned}
+        found = []
+        for key, (candidate, outlook) in self.nearest.items():
+            if key not in shown:
+                seconds = outlook.seconds * self.ratio(candidate)[0]
+                found.append(
+                    Rejected(
+                        family=candidate.family,
+                        seconds=seconds,
+                        candidate=candidate,
+                        outlook=outlook,
+                        why=what_costs(outlook, best),
+                    )
+                )
+        for seconds, family in (*self.unopened, *waiting):
+            known = self.expected.get(str(family.spec.to_dict()))
+            why = "its operators and messages alone take as long" if known is None else what_costs(known[1], best)
+            found.append(Rejected(family=family, seconds=seconds, candidate=None, outlook=None, why=why))
+        return [*sorted(found, key=lambda one: one.seconds), *self.refused.values()]

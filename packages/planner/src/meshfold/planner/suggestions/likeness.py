@@ -1,0 +1,36 @@
+"""Common traits of families and candidates: what is known of one is expected of others with the same."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from meshfold.planner.suggestions.layouts import Candidate, Family
+
+
+def kinds_of(family: Family) -> list[tuple[str, ...]]:
+    """Return the kinds of split whose layouts are slower than likely by about the same."""
+    spec, found = family.spec, list[tuple[str, ...]]()
+    if spec.tensor is not None:
+        extra = "megatron" if spec.sequence is not None and spec.sequence.mode == "megatron" else ""
+        found.append(("tensor", spec.tensor.mode_name, str(spec.tensor.attention), extra))
+    if spec.sequence is not None and spec.sequence.mode != "megatron":
+        found.append(("sequence", str(spec.sequence.mode)))
+    if spec.expert is not None:
+        found.append(("expert",))
+    return found
+
+
+def likeness(candidate: Candidate) -> Any:
+    """Return what candidates share whose plans differ from their outlooks in the same way."""
+    zero = candidate.spec.zero
+    return (
+        str(candidate.family.layout.to_dict()),
+        candidate.family.stages > 1,
+        zero is not None,
+        candidate.recompute,
+    )
+
+
+def group_of(candidate: Candidate) -> Any:
+    """Return what options that are shown differ in: ranks, and whether there is ``zero``."""
+    return str(candidate.family.spec.to_dict()), candidate.spec.zero is not None
