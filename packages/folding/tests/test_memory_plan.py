@@ -130,6 +130,21 @@ def test_counts_of_every_layout(mode: str, axes: dict[str, int]) -> None:
             check_counted(axes, mode, 64, training=training, place=place)
 
 
+@pytest.mark.parametrize(
+    ("mode", "axes"), [("dap", {"axial": 2}), pytest.param("grid", {"row": 2, "col": 1}, marks=pytest.mark.slow)]
+)
+def test_a_repeated_block_keeps_its_input_only(mode: str, axes: dict[str, int]) -> None:
+    run = run_of(axes, mode, 48, training=True)
+    gc.collect()
+    gc.disable()  # cycles of references would keep the tensors of a repetition until the collector runs
+    try:
+        count = count_memory(evoformer(), run, MemorySettings(recompute="blocks"))
+    finally:
+        gc.enable()
+    m, z = 16 * 48 * SIZES["c_m"] // 2 * 4, 48 * 48 * SIZES["c_z"] // 2 * 4
+    assert m + z <= count.block <= 2 * (m + z)  # and the gradient of it
+
+
 def test_the_first_candidate_that_fits_is_chosen() -> None:
     stack = pairformer(3)
     given = dict(residues=40, training=False, dtype=torch.float32)

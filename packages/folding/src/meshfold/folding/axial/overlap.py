@@ -20,21 +20,32 @@ from meshfold.mesh import Pending
 from meshfold.mesh.collectives import non_view_result
 
 
+class _Flight:
+    """A move and its collectives in flight.
+
+    Autograd's nodes hold it, and it holds no tensor of their graph. Otherwise the two would keep each other alive, with all that
+    the graph saved: a repetition for a checkpoint is never run backward, so nothing else frees what it saved.
+    """
+
+    def __init__(self, move: Redistribution) -> None:
+        self.move = move
+        self.forward: Pending | None = None
+        self.backward: Pending | None = None
+
+
 class Coming:
     """A redistribution in flight; ``wait`` returns the tensor, once."""
 
     def __init__(self, move: Redistribution, x: Tensor) -> None:
         """Start it; see :func:`begin`."""
-        self.move = move
-        self.forward: Pending | None = None
-        self.backward: Pending | None = None
-        self._ticket: Tensor = _Begin.apply(x, self) if move.steps else x
+        self._flight = _Flight(move) if move.steps else None
+        self._ticket: Tensor = x if self._flight is None else _Begin.apply(x, self._flight)
 
     def wait(self) -> Tensor:
         """Return the block of the target layout."""
-        if not self.move.steps:
+        if self._flight is None:
             return self._ticket
-        arrived: Tensor = _Arrive.apply(self._ticket, self)
+        arrived: Tensor = _Arrive.apply(self._ticket, self._flight)
         return arrived
 
 
@@ -50,27 +61,27 @@ def redistribute(move: Redistribution, x: Tensor) -> Tensor:
 
 class _Begin(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, coming: Coming) -> Tensor:
-        ctx.coming = coming
-        coming.forward = coming.move.start(x.contiguous())
+    def forward(ctx: Any, x: Tensor, flight: _Flight) -> Tensor:
+        ctx.flight = flight
+        flight.forward = flight.move.start(x.contiguous())
         return x.new_zeros(())
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> Any:
-        pending, ctx.coming.backward = ctx.coming.backward, None
+        pending, ctx.flight.backward = ctx.flight.backward, None
         return pending.wait(), None
 
 
 class _Arrive(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, ticket: Tensor, coming: Coming) -> Tensor:
-        ctx.coming = coming
-        pending, coming.forward = coming.forward, None
+    def forward(ctx: Any, ticket: Tensor, flight: _Flight) -> Tensor:
+        ctx.flight = flight
+        pending, flight.forward = flight.forward, None
         if pending is None:
             raise RuntimeError("a tensor on its way was waited for twice")
         return non_view_result(pending.wait(), ticket)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        ctx.coming.backward = ctx.coming.move.start_adjoint(grad.contiguous())
+        ctx.flight.backward = ctx.flight.move.start_adjoint(grad.contiguous())
         return grad.new_zeros(()), None
