@@ -14,7 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.kernel_times import lines_of
 from benchmarks.power import PowerLog
 
 RESULTS = Path(__file__).parent / "results"
@@ -106,6 +107,7 @@ class Contestant:
         note: why it could not run, or what is special about it.
         peak_bytes: largest memory it used beyond what was there before it, where measured.
         error: relative error of its result against the reference.
+        parts: of the step, by name, that are timed by themselves too, after all rounds.
     """
 
     name: str
@@ -113,6 +115,7 @@ class Contestant:
     note: str = ""
     peak_bytes: int = 0
     error: float = float("nan")
+    parts: dict[str, Callable[[], Any]] = field(default_factory=dict)
 
 
 def machine() -> dict[str, Any]:
@@ -195,8 +198,8 @@ def run_contestant(
     if "error" in run:
         return run
     run.update(power.mean(run.pop("first"), run.pop("last"), job["ranks"]))
-    for kernel, calls, ms in (run.pop("profile", None) or [])[:60]:
-        print(f"{ms:9.2f} ms {calls:6d} x {kernel[:90]}")
+    if kernels := run.pop("profile", None):
+        print("\n".join(lines_of(kernels)))
     return run
 
 
@@ -366,6 +369,13 @@ def measure(
     ):
         if first:
             write(options.out, dict(known, milliseconds=times, power=power))
+    found: dict[str, dict[str, float]] = {}
+    for each in contestants:
+        for name, part in each.parts.items():
+            milliseconds(part, 1)
+            found.setdefault(each.name, {})[name] = milliseconds(part, 2)
+    if first and found:
+        write(options.out, dict(known, milliseconds=times, power=power, parts=found))
 
 
 def median(values: Sequence[float]) -> float:

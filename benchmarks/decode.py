@@ -2,10 +2,13 @@
 
 `meshfold bench decode` generates a text of --new tokens for each of --batch sequences, greedily, and divides its time by --new.
 With --ranks 2 our model is split over two GPUs by tensor parallelism. --batch 256 --prompt 512 is many requests at once, beside
-transformers' continuous batching.
-It writes JSON; `--report FILE.json` makes the table from it. Column *error*: log-probs of the generated tokens, less those of
-one forward of the whole text by the same model, the largest difference. The bound is the bytes of the weights that a token
-reads, by the --bandwidth of the memory.
+transformers' continuous batching. The prompts alone are timed too, with one token after each: *prefill*. The other tokens take the
+rest: *ms a token after it*.
+
+It writes JSON; `--report FILE.json` makes the table from it. Column *error*: log-probs of the tokens generated in the first text,
+less those of one forward of it in float32 by the same weights, the largest difference. Column *of a forward*: the same for one
+forward in the model's dtype. In bfloat16 both are the rounding of activations, so they are about equal. The bound is the
+bytes of the weights that a token reads, by the --bandwidth of the memory.
 """
 
 from __future__ import annotations
@@ -31,9 +34,10 @@ from benchmarks.common import (
     check_out,
     measure,
     parse_with_tiny,
-    synchronize,
 )
 from benchmarks.decode_report import FORMS, JUDGED, OURS, PEER, report
+from benchmarks.exact_forward import in_float32, logprobs_of
+from benchmarks.kernel_times import kernels_after, kernels_of, lines_of
 
 TINY = dict(
     vocabulary=256,
@@ -116,8 +120,9 @@ def measure_here(options: argparse.Namespace, world: Any = None) -> None:
     torch._dynamo.config.recompile_limit = 64  # contestants share the code of their blocks
     found = list(contestants(options))
     if options.profile:
-        profile(found, options)
+        profile(found, options, world is None or world.rank == 0)
     options.weight_bytes = weight_bytes(options)
+    options.forward_error = options.__dict__.get("forward_error", {})
     measure(
         "decode",
         found,
@@ -134,6 +139,7 @@ def measure_here(options: argparse.Namespace, world: Any = None) -> None:
             "backend",
             "bandwidth",
             "weight_bytes",
+            "forward_error",
         ),
         world=world,
     )
@@ -194,26 +200,24 @@ def reason_of(error: BaseException) -> str:
     return f"{text} … its lines {' / '.join(near)[:900]}"
 
 
-def profile(contestants: Sequence[Contestant], options: argparse.Namespace) -> None:
-    """Print the time of each kernel a token, and how often it runs: one text of each contestant, on the GPU or not."""
-    from torch.profiler import ProfilerActivity
+def profile(contestants: Sequence[Contestant], options: argparse.Namespace, prints: bool) -> None:
+    """Print the time of each kernel of a token, and how often it runs, less the prefill; of each contestant, on the GPU or not.
 
-    on_gpu = torch.cuda.is_available()
+    Args:
+        prints: whether this rank does; all of them run.
+    """
     for each in contestants:
         if each.step is None:
             continue
         each.step()
-        synchronize()
-        with torch.profiler.profile(
-            activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU], acc_events=True
-        ) as found:
-            each.step()
-            synchronize()
-        events: Any = found.key_averages()
-        rows = [(e.self_device_time_total if on_gpu else e.self_cpu_time_total, e.count, e.key) for e in events]
-        print(f"{each.name}: {sum(row[0] for row in rows) / options.new:.1f} µs a token in kernels")
-        for spent, count, key in sorted(rows, reverse=True)[:40]:
-            print(f"{spent / options.new:9.2f} µs {count / options.new:7.2f} x {key[:110]}")
+        first = kernels_of(each.parts["prefill"]) if "prefill" in each.parts else []
+        found = kernels_after(kernels_of(each.step), first, max(options.new - bool(first), 1))
+        if prints:
+            times = [f"{sum(ms for *_, ms in kernels):.4f} ms" for kernels in (found, first)]
+            print(f"{each.name}: {times[0]} and {sum(calls for _, calls, _ in found):.0f} kernels a token")
+            print("\n".join(lines_of(found, 40)))
+            print(f"{each.name}: {times[1]} of kernels in the prefill")
+            print("\n".join(lines_of(first, 20)), flush=True)
 
 
 def ours(name: str, model: Any, options: argparse.Namespace, plain: bool = False, **settings: Any) -> Contestant:
@@ -232,18 +236,17 @@ def ours(name: str, model: Any, options: argparse.Namespace, plain: bool = False
     )
     if plain:
         generator.runner.row_kernels = None  # type: ignore[attr-defined]
-    sampling = Sampling(temperature=0.0, max_new_tokens=options.new)
     given = prompts(options).tolist()
 
-    def step() -> Any:
-        return generator.generate(given, sampling=sampling)
+    def step(new: int = options.new) -> Any:
+        return generator.generate(given, sampling=Sampling(temperature=0.0, max_new_tokens=new))
 
-    note = generator.reason
-    fused = getattr(generator.runner, "row_kernels", None) is not None
-    if torch.cuda.is_available() and not fused and not plain and not settings.get("compile"):
-        note = note or "without the kernels of a single row"
-    whole = options.ranks == 1  # a split model is called by its engine
-    return Contestant(name, step, note=note, error=error_of(model, given, step()) if whole else float("nan"))
+    without = {} if plain or settings.get("compile") else getattr(generator.runner, "without", {})
+    named = dict(row_kernels="the kernels of a single row", sums="fused sums over ranks")
+    lacking = [f"without {named[key]}: {why}" for key, why in without.items() if key != "sums" or options.ranks > 1]
+    note = generator.reason or "; ".join(lacking)
+    error, options.__dict__.setdefault("forward_error", {})[name] = errors_of(model, given[0], step())
+    return Contestant(name, step, note=note, error=error, parts=dict(prefill=partial(step, 1)))
 
 
 def packed(form: str, options: argparse.Namespace, *, compiled: bool = True) -> Contestant:
@@ -303,14 +306,13 @@ def prompts(options: argparse.Namespace) -> Tensor:
     return torch.randint(1, options.vocabulary, (options.batch, options.prompt), generator=random)
 
 
-@torch.no_grad()
-def error_of(model: Any, given: list[list[int]], found: Any) -> float:
-    """Return the largest difference of the log-probs of the first text from those of one forward of it."""
-    device = next(model.parameters()).device
-    text = torch.tensor([given[0] + found.tokens[0]], device=device)
-    logits = model.eval()(text).logits[0, len(given[0]) - 1 : -1].float()
-    exact = logits.log_softmax(-1).gather(1, text[0, len(given[0]) :, None])[:, 0]
-    return float((exact - torch.tensor(found.logprobs[0], device=device)).abs().max())
+def errors_of(model: Any, prompt: list[int], found: Any) -> tuple[float, float]:
+    """Return the largest difference of log-probs of the first text from those in float32: of generation, and of one forward."""
+    tokens = found.tokens[0]
+    with in_float32(model):
+        exact = logprobs_of(model, prompt, tokens)
+    heard = torch.tensor(found.logprobs[0], device=exact.device)
+    return tuple(float((each - exact).abs().max()) for each in (heard, logprobs_of(model, prompt, tokens)))  # type: ignore[return-value]
 
 
 def own_model(options: argparse.Namespace) -> Any:

@@ -29,30 +29,38 @@ def report(path: Path) -> None:
     for name, values in times.items():
         tokens = [value / settings["new"] for value in values]
         power, gib = found["power"][name], found["peak_bytes"][name] / 2**30
-        error = found["error"][name]
+        error, own = found["error"][name], settings.get("forward_error", {}).get(name, float("nan"))
+        first = found.get("parts", {}).get(name, {}).get("prefill", float("nan"))
+        after = (median(values) - first) / max(settings["new"] - 1, 1)
         rows.append(
             (
                 name,
                 f"{median(tokens):.3f} ({min(tokens):.3f}–{max(tokens):.3f})",
+                f"{first:,.1f}" if first == first else "–",
+                f"{after:.3f}" if after == after else "–",
                 f"{settings['batch'] * 1e3 / median(tokens):,.0f}",
                 f"{bound / median(tokens):.0%}",
                 ratio(values, peer) if peer else "–",
                 f"{gib:.2f}" if gib else "–",
                 f"{power['watts']:.0f}" if power else "–",
                 f"{error:.1e}" if error == error else "–",
+                f"{own:.1e}" if own == own else "–",
                 found["notes"].get(name, ""),
             )
         )
-    rows += [(name, *["–"] * 7, note) for name, note in found["notes"].items() if name not in times]
+    rows += [(name, *["–"] * 10, note) for name, note in found["notes"].items() if name not in times]
     head = (
         "contestant",
         "ms a token",
+        "prefill ms",
+        "ms a token after it",
         "tokens/s",
         "of the bound",
         f"{PEER} ÷ this",
         "GiB beside weights",
         "W",
         "error",
+        "of a forward",
         "note",
     )
     lines = [

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.common import synchronize
+from benchmarks.kernel_times import kernels_of
 from benchmarks.peers.absent import AbsentError
 
 Step = Callable[[], Tensor]
@@ -99,19 +100,3 @@ def train(job: dict[str, Any], contestant: Callable[[dict[str, Any]], Step]) -> 
         found["profile"] = kernels_of(step)
     if int(os.environ.get("RANK", "0")) == 0:
         Path(job["out"]).write_text(json.dumps(found))
-
-
-def kernels_of(step: Callable[[], object]) -> list[tuple[str, int, float]]:
-    """Return the kernels of a step by their time: name, calls and milliseconds."""
-    from torch.profiler import ProfilerActivity, profile
-
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
-        step()
-        synchronize()
-    events = [each for each in profiled.key_averages() if each.self_device_time_total > 0]
-    events.sort(key=lambda each: -each.self_device_time_total)
-    return [
-        (each.key, each.count, each.self_device_time_total / 1e3)
-        for each in events
-        if str(each.device_type).endswith("CUDA")
-    ]

@@ -157,7 +157,8 @@ def test_decoding_is_measured_without_a_gpu(tmp_path: Path) -> None:
     assert main(["bench", "decode", "--tiny", *few, "--out", str(out)]) == 0
     found = json.loads(out.read_text())
     assert len(found["milliseconds"]) == 4 and not found["notes"]
-    assert all(found["error"][name] < 1e-5 for name in found["milliseconds"] if name.startswith("ours"))
+    ours = [name for name in found["milliseconds"] if name.startswith("ours")]
+    assert all(found["error"][name] < 1e-5 and found["parts"][name]["prefill"] > 0 for name in ours)
     assert "| transformers static compiled |" in out.with_suffix(".md").read_text()
 
 
@@ -223,6 +224,7 @@ def test_decoding_on_ranks_is_measured_without_a_gpu(tmp_path: Path) -> None:
     assert main(["bench", "decode", "--tiny", "--ranks", "2", "--only", "ours", "--out", str(out)]) == 0
     found = json.loads(out.read_text())
     assert found["settings"]["ranks"] == 2 and list(found["milliseconds"]) == ["ours"]
+    assert found["error"]["ours"] < 1e-5 and found["parts"]["ours"]["prefill"] > 0
 
 
 def test_a_note_quotes_the_generated_code_that_an_error_is_about(tmp_path: Path) -> None:

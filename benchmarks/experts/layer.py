@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from benchmarks.common import Contestant, add_output, add_rounds, check_out, measure, median, parse_with_tiny
 from benchmarks.experts.run import add_wheels
+from benchmarks.kernel_times import kernels_of, lines_of
 from benchmarks.reports import met, ratio, read_bars, table
-from benchmarks.timed_training import kernels_of
 
 TINY = dict(
     hidden=32,
@@ -60,8 +60,7 @@ def main(argv: Sequence[str]) -> int:
     measure("experts, a layer", found, options, settings=(*JUDGED, "backend", "window_s"))
     report(options.out)
     if options.profile and found[0].step is not None:
-        for kernel, calls, ms in kernels_of(found[0].step)[:60]:
-            print(f"{ms:9.3f} ms {calls:6d} x {kernel[:90]}")
+        print("\n".join(lines_of(kernels_of(found[0].step))))
     return 0
 
 

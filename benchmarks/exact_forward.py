@@ -1,0 +1,45 @@
+"""A forward in float32 of a model whose weights are narrower: what its log-probs would be without the rounding of activations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+@contextmanager
+def in_float32(model: nn.Module) -> Iterator[None]:
+    """Context manager: each module computes with its own weights in float32, which it has only during its call."""
+    kept: dict[nn.Parameter, Tensor] = {}
+
+    def widen(module: nn.Module, *_: Any) -> None:
+        for parameter in module._parameters.values():
+            if parameter is not None and parameter.is_floating_point() and parameter.dtype != torch.float32:
+                kept[parameter] = parameter.data
+                parameter.data = parameter.data.float()
+
+    def restore(module: nn.Module, *_: Any) -> None:
+        for parameter in module._parameters.values():
+            if parameter is not None and parameter in kept:
+                parameter.data = kept.pop(parameter)
+
+    hooks = [module.register_forward_pre_hook(widen) for module in model.modules()]
+    hooks += [module.register_forward_hook(restore, always_call=True) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@torch.no_grad()
+def logprobs_of(model: nn.Module, prompt: list[int], new: list[int]) -> Tensor:
+    """Return the log-probs of tokens behind a prompt by one forward, float32 ``new``; ranks that share the model all call."""
+    device = next(model.parameters()).device
+    text = torch.tensor([prompt + new], device=device)
+    logits = model.eval()(text).logits[0, len(prompt) - 1 : -1].float()
+    found: Tensor = logits.log_softmax(-1).gather(1, text[0, len(prompt) :, None])[:, 0]
+    return found
