@@ -217,3 +217,31 @@ def test_requests_are_checked() -> None:
     for wrong in ([], [1.5], ["a"], [-1]):
         with pytest.raises(SpecError, match="a prompt"):
             ids_of(wrong)  # type: ignore[arg-type]
+
+
+def test_tokens_recorded_at_once_equal_those_recorded_one_by_one() -> None:
+    """Sequences that end in the middle, by length or by a stop token, drop what comes after."""
+    found = []
+    for at_once in (False, True):
+        scheduler = Scheduler([Part(Pages(40, 2))], most_rows=4, chunk=32)
+        most = [dict(max_new_tokens=3), dict(max_new_tokens=9), dict(max_new_tokens=9, stop_tokens=(22,))]
+        requests = [Request(i, (5 + i, 6, 7), Sampling(**settings)) for i, settings in enumerate(most)]  # type: ignore[arg-type]
+        for request in requests:
+            scheduler.submit(request)
+        scheduler.commit(scheduler.plan(), [1, 2, 3], [-1.0] * 3)
+        step, counts = scheduler.plan(), []
+        tokens = [[10 * row + step for row in range(3)] for step in range(4)]
+        logprobs = [[-float(token) for token in row] for row in tokens]
+        assert scheduler.ahead(step, 4) == 4
+        if at_once:
+            counts = scheduler.commit_ahead(step, tokens, logprobs)
+            assert counts == [2, 4, 3]
+        else:
+            for new, new_logprobs in zip(tokens, logprobs, strict=True):
+                mine = [span.request.number for span in step.decode]
+                scheduler.commit(step, [new[row] for row in mine], [new_logprobs[row] for row in mine])
+                step = scheduler.next_step(step)
+        each = [(r.tokens, r.logprobs, r.finish, r.computed, r.named, len(r.pages)) for r in requests]
+        found.append((each, scheduler.running == [requests[1]], scheduler.used_pages))
+    assert found[0] == found[1] and found[0][1]
+    assert [each[2] for each in found[0][0]] == ["length", "", "stop"]

@@ -90,23 +90,25 @@ def lay_out(step: Step, parts: RowParts, size: int, spare: int, device: torch.de
     spans = step.spans
     each = parts.each(parts.longest(spans, tokens=True))
     filled = each * parts.parts
-    ids, positions, pages, offsets = [0] * filled, [0] * filled, [spare] * filled, [0] * filled
-    last = []
+    listed = torch.zeros(4, filled, dtype=torch.int64)  # ids, positions, pages, offsets
+    listed[2] = spare
     places = parts.places(spans, each)
-    for span, row in zip(spans, places, strict=True):
-        here, tokens = slice(row, row + span.count), range(span.start, span.stop)
-        ids[here] = span.request.slice(span.start, span.stop)
-        positions[here] = tokens
-        pages[here] = [span.request.pages[token // size] for token in tokens]
-        offsets[here] = [token % size for token in tokens]
-        if span.samples:
-            last.append(row + span.count - 1)
-    numbers = torch.tensor([ids, positions, pages, offsets]).to(device)
+    last = [row + span.count - 1 for span, row in zip(spans, places, strict=True) if span.samples]
+    if step.decode:
+        at = [(s.request.slice(s.start, s.stop)[0], s.start, s.request.pages[s.start // size]) for s in step.decode]
+        listed[:3, places[: len(at)]] = torch.tensor(at).T
+    for span, row in zip(step.prefill, places[len(step.decode) :], strict=True):
+        here, positions = slice(row, row + span.count), torch.arange(span.start, span.stop)
+        listed[0, here] = torch.tensor(span.request.slice(span.start, span.stop))
+        listed[1, here] = positions
+        listed[2, here] = torch.tensor(span.request.pages)[positions // size]
+    listed[3] = listed[1] % size
+    numbers = listed.to(device)
     mine = parts.mine(filled)
     singles = [span for span in step.decode if span.request.part == parts.part]
     width = max((len(span.request.pages) for span in singles), default=1)
-    listed = [span.request.pages + [spare] * (width - len(span.request.pages)) for span in singles]
-    tables = torch.tensor(listed, dtype=torch.int64).view(len(singles), width).to(device)
+    pages = [span.request.pages + [spare] * (width - len(span.request.pages)) for span in singles]
+    tables = torch.tensor(pages, dtype=torch.int64).view(len(singles), width).to(device)
     chunks, row = [], len(singles)
     for span in step.prefill:
         if span.request.part == parts.part:

@@ -68,8 +68,10 @@ class DecodeBatch:
         self._logprobs = torch.zeros(most, rows, dtype=torch.float64, device=device)
         self._settings = sampling_rows([_IDLE] * rows, device)
         self._seen: Tensor | None = None
-        self._listed: list[list[int]] = []
-        self._places: list[int] = []  # the row of each sequence
+        self._pages = torch.full((rows, width), spare, dtype=torch.int64)  # what the tables have, on the host
+        self._listed: dict[
+            int, tuple[list[int], int]
+        ] = {}  # of each row with a sequence: its pages, and how many are there
         self._next: list[tuple[Request, int]] = []  # the sequence of each row, and its next position
         self._graphs: dict[tuple[bool, bool, bool], torch.cuda.CUDAGraph] = {}
         self._mine, self._captures = mine, captures
@@ -87,18 +89,38 @@ class DecodeBatch:
         # A row that continues beyond its last page, because the host has not yet seen that it has ended, writes to the
         # spare page.
         used = min(max(-(-(span.start + steps) // self._size) for span in spans) + 1, self._width)
-        listed = [[*span.request.pages[:used], *[self._spare] * (used - len(span.request.pages))] for span in spans]
-        if listed != self._listed or places != self._places:
-            tables = torch.full((self._rows, used), self._spare)
-            tables[places] = torch.tensor(listed)
-            self._tables[:, :used].copy_(tables)
+        if self._list(spans, places):
+            self._tables.copy_(self._pages)
         self._used = self._width if self._whole else used
-        self._listed, self._places = listed, [*places]
         goes_on = self._next == [(span.request, span.start) for span in spans]
         self._next = [(span.request, span.start + steps) for span in spans]
         if not goes_on:  # else the device has all of it
             self._fill(spans, places, seen)
         self._step.zero_()
+
+    def _list(self, spans: Sequence[Span], places: Sequence[int]) -> bool:
+        """List the pages of each row on the host, from those that are new; return False if nothing has changed."""
+        gone = self._listed.keys() - set(places)
+        for row in gone:
+            self._pages[row] = self._spare
+            del self._listed[row]
+        rows: list[int] = []
+        columns: list[int] = []
+        pages: list[int] = []
+        for span, row in zip(spans, places, strict=True):
+            mine, (before, known) = span.request.pages, self._listed.get(row, ([], 0))
+            if mine is not before:  # another sequence, or one that was away
+                self._pages[row] = self._spare
+                known = 0
+            count = min(len(mine), self._width)
+            if known < count:
+                rows += [row] * (count - known)
+                columns += range(known, count)
+                pages += mine[known:count]
+            self._listed[row] = (mine, count)
+        if rows:
+            self._pages[rows, columns] = torch.tensor(pages)
+        return bool(rows or gone)
 
     def _fill(self, spans: Sequence[Span], places: Sequence[int], seen: Tensor | None) -> None:
         """Fill the buffers that steps carry on, and the settings."""

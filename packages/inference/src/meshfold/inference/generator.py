@@ -274,6 +274,12 @@ class Generator:
         else:
             sampled = [self.runner.run(step)]
         samplers = [span.request for span in step.spans if span.samples]
+        if not step.prefill and not (self._decode and any(request.sampling.stop for request in samplers)):
+            counts = self.scheduler.commit_ahead(step, *map(list, zip(*sampled, strict=True)))
+            self._texts(samplers)
+            self._rest()
+            each = zip(samplers, counts, strict=True)
+            return [Piece(r, tuple(r.tokens[-count:]), tuple(r.logprobs[-count:])) for r, count in each]
         new: dict[Request, tuple[list[int], list[float]]] = {request: ([], []) for request in samplers}
         for tokens, logprobs in sampled:
             mine = [row for row, request in enumerate(samplers) if not request.finish]

@@ -193,7 +193,7 @@ class Scheduler:
         left = [self._tokens] * len(self.parts)
         evicted: set[int] = set()  # parts that are full
         for request in [r for r in self.running if r.length - r.computed == 1]:
-            if request not in self.running:
+            if not request.pages:
                 continue  # evicted for one that came earlier
             if self._grow(request, request.length):
                 decode.append(Span(request, request.computed, 1))
@@ -276,6 +276,42 @@ class Scheduler:
         for request in ended:
             self.remove(request)
         return ended
+
+    def commit_ahead(
+        self, step: Step, tokens: Sequence[Sequence[int]], logprobs: Sequence[Sequence[float]]
+    ) -> list[int]:
+        """Record a step of single tokens and those that followed it, as :meth:`commit` does one by one, but at once.
+
+        Args:
+            step: the first of them.
+            tokens, logprobs: ``steps b``, of all its sequences; what comes after a sequence's end is dropped.
+
+        Returns:
+            How many tokens each sequence got.
+        """
+        counts = []
+        for span, new, new_logprobs in zip(
+            step.decode, zip(*tokens, strict=True), zip(*logprobs, strict=True), strict=True
+        ):
+            request, count = span.request, len(new)
+            stops = request.sampling.stop_tokens
+            left = request.sampling.max_new_tokens - len(request.tokens)
+            if stops:
+                count = next((at + 1 for at, token in enumerate(new) if token in stops), count)
+            count = min(count, left)
+            request.tokens += new[:count]
+            request.logprobs += new_logprobs[:count]
+            request.computed = span.start + count
+            self._name(request, request.computed)
+            if request.tokens[-1] in stops:
+                request.finish = "stop"
+            elif count == left:
+                request.finish = "length"
+            counts.append(count)
+        for span in step.decode:
+            if span.request.finish:
+                self.remove(span.request)
+        return counts
 
     def next_step(self, step: Step) -> Step:
         """Return the step that follows one of single tokens without a new plan: those that have not ended, a token further."""
