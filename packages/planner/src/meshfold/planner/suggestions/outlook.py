@@ -221,7 +221,8 @@ class _Reckoning:
         if self.stages == 1:
             blocks, idle = self.shape.blocks, 0.0
             forward, backward = (one * blocks + other for one, other in (ahead, back))
-            total = (forward + backward) * self.micro
+            forward += Seconds(0.0, 0.0, self._exchanged())
+            total = (forward + backward) * self.micro + self._ending(held)
         else:
             forward, backward, idle, live = self._pipelined(ahead, back, simulate=simulate)
             total = (forward + backward) * self.micro
@@ -262,6 +263,28 @@ class _Reckoning:
     def _sums(self, part: Part) -> Seconds:
         """Return a micro-step's seconds of adding up gradients, without ``zero``."""
         return Seconds(0.0, 0.0, 0.0) if self.zero is not None else self.clock.seconds_of(part, 0, "summed")
+
+    def _exchanged(self) -> float:
+        """Return a micro-step's seconds of messages that a layout of one data rank lacks: numbers of tokens, and the loss."""
+        if self.candidate.family.data == 1 or self.spec.expert is not None or self._splits_tokens:
+            return 0.0
+        kinds = ("all_gather", "all_reduce") if self.zero is None else ("all_gather",)
+        return sum(self.clock.messages(self.axes, kind, self.outer, 0.0, 1) for kind in kinds)
+
+    @property
+    def _splits_tokens(self) -> bool:
+        """True if the layout has ranks of a sequence, whose messages are those of its data ranks."""
+        return self.spec.sequence is not None and self.spec.sequence.size > 1
+
+    def _ending(self, held: Memory) -> Seconds:
+        """Return a step's seconds after its last backward without ``zero``: of buckets that are summed, and of the norm."""
+        every = tuple(axis for axis, size in self.axes if size > 1)
+        if self.zero is not None or not every:
+            return Seconds(0.0, 0.0, 0.0)
+        # A sum over ranks copies a bucket and is waited for: two operators that read and write it.
+        moved = 0.0 if self.ranks == 1 or self.spec.expert is not None or self._splits_tokens else 4.0 * held.gradients
+        rate = self.machine.efficiency.elementwise * self.machine.memory_rate
+        return Seconds(moved / rate, 0.0, self.clock.messages(self.axes, "all_reduce", every, 0.0, 1))
 
     def _messages(self, part: Part) -> list[tuple[Message, tuple[float, int]]]:
         """Return a micro-step's messages with their bytes and calls."""

@@ -312,7 +312,9 @@ class Profiler:
         unit = row_multiple(engine.model, self.seq_len // (engine.world.data_size // engine.world.row_size))
         most = 4 if self.seq_len >= _MANY_TOKENS else 16
         rows = tuple(unit * count for count in _ROWS if count <= most and unit * count <= max(self.batch_size, unit))
-        return unit, rows
+        whole = unit * math.ceil(self.batch_size / unit)
+        # Weights that travel have the same bytes for any rows: a single number of rows cannot tell them from activations.
+        return unit, rows if len(rows) > 1 or whole == rows[0] else (*rows, whole)
 
 
 class _Alive:
