@@ -6,9 +6,9 @@ Every family of kernels is a module, or the folder ``adam``. The functions that 
 - ``norms_triton.py``: functions of the same names in Triton, for CUDA tensors in float32, bfloat16 and float16.
 - ``norms_numba.py``, where torch operations are slow: the same in numba, for CPU tensors.
 
-``"auto"`` uses Triton on a GPU (not the families in ``ON_REQUEST``), numba on a CPU if the family has it, and else the
-reference. Inside torch.compile it is the reference: Inductor turns it into Triton itself and fuses it with its neighbours,
-except in ``fp8_casts``. :func:`use` or the environment variable ``MESHFOLD_KERNELS`` chooses by hand.
+``"auto"`` uses Triton on a GPU, numba on a CPU if the family has it, and else the reference. Inside torch.compile it is the
+reference: Inductor turns it into Triton itself and fuses it with its neighbours, except in ``fp8_casts``. :func:`use` or the
+environment variable ``MESHFOLD_KERNELS`` chooses by hand.
 """
 
 from __future__ import annotations
@@ -59,9 +59,6 @@ FAMILIES: Mapping[str, tuple[str, tuple[str, ...]]] = {
         ("triton", "numba"),
     ),
 }
-
-# Families whose Triton kernels "auto" does not use yet: they pass in Triton's interpreter, and have not run on a GPU.
-ON_REQUEST = frozenset({"pair_attention"})
 
 _TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -171,9 +168,7 @@ def _obstacle(implementation: str, device: str, dtype: torch.dtype) -> str:
 
 def _uses_triton(family: str) -> bool:
     """Return True if a GPU runs the family's Triton kernels under the current choice."""
-    chosen = choice()
-    asked = chosen == "triton" or (chosen == "auto" and family not in ON_REQUEST)
-    return asked and "triton" in FAMILIES[family][1]
+    return choice() in ("auto", "triton") and "triton" in FAMILIES[family][1]
 
 
 def implementation(family: str, device: str, dtype: torch.dtype) -> str:
@@ -186,8 +181,6 @@ def implementation(family: str, device: str, dtype: torch.dtype) -> str:
     chosen = choice()
     if chosen == "auto":
         best = {"cuda": "triton", "cpu": "numba"}.get(device, "reference")
-        if best == "triton" and not _uses_triton(family):
-            return "reference"
         return best if best in twins and not _obstacle(best, device, dtype) else "reference"
     if chosen not in twins:
         return "reference"
