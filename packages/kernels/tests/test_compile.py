@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
 
 from meshfold import kernels as K
 
@@ -158,3 +161,28 @@ def test_inductor_keeps_one_rounding() -> None:
     x, w = X.detach().bfloat16(), W.detach().bfloat16()
     compiled = torch.compile(lambda x, w: K.swiglu(K.rms_norm(x, w)), fullgraph=True)
     torch.testing.assert_close(compiled(x, w), K.swiglu(K.rms_norm(x, w)), rtol=2**-7, atol=2**-7)
+
+
+@pytest.mark.parametrize("biased", [True, False])
+def test_pair_attention_as_operations(biased: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU's compiled code has attention with pair bias as two operations; the bias may need no gradient."""
+    module = importlib.import_module("meshfold.kernels.pair_attention")
+    monkeypatch.setattr(module, "_compiles_kernels", lambda q: True)
+    seen: list[str] = []
+
+    def backend(graph: torch.fx.GraphModule, _: object) -> Any:
+        seen.extend(str(node.target) for node in graph.graph.nodes if "pair_attention" in str(node.target))
+        return make_boxed_func(graph.forward)
+
+    leaves = (EDGES, NODES, *([PAIR_BIAS] if biased else []))
+
+    def run(q: Tensor, k: Tensor, bias: Tensor | None = None) -> Tensor:
+        return K.pair_attention(q, k, k.exp(), PAIR_BIAS.detach() if bias is None else bias)
+
+    compiled = torch.compile(run, fullgraph=True, backend=aot_autograd(fw_compiler=backend, bw_compiler=backend))
+    got, wanted = (f(*leaves) for f in (compiled, run))
+    torch.testing.assert_close(got, wanted)
+    weight = torch.randn(got.shape, generator=torch.Generator().manual_seed(9))
+    for x, y in zip(*(torch.autograd.grad(y, leaves, weight) for y in (got, wanted)), strict=True):
+        torch.testing.assert_close(x, y)
+    assert seen == ["meshfold.pair_attention.default", "meshfold.pair_attention_gradients.default"]

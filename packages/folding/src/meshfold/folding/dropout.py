@@ -83,7 +83,7 @@ class SharedDropout(nn.Module):
 
     def _positions(self, lines: Tensor, length: int, axes: tuple[str, ...]) -> Tensor:
         """Append a dim with the global positions of this rank's block: ``.. -> .. length``."""
-        first = self.axes.mesh.index(*axes) * length
+        first = self.axes.index(axes) * length
         return lines.mul(_LINE).unsqueeze(-1) + torch.arange(first, first + length, device=lines.device)
 
 

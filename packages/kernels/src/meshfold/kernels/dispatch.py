@@ -7,8 +7,8 @@ Every family of kernels is a module, or the folder ``adam``. The functions that 
 - ``norms_numba.py``, where torch operations are slow: the same in numba, for CPU tensors.
 
 ``"auto"`` uses Triton on a GPU, numba on a CPU if the family has it, and else the reference. Inside torch.compile it is the
-reference: Inductor turns it into Triton itself and fuses it with its neighbours, except in ``fp8_casts``. :func:`use` or the
-environment variable ``MESHFOLD_KERNELS`` chooses by hand.
+reference: Inductor turns it into Triton itself and fuses it with its neighbours, except in ``fp8_casts`` and
+``pair_attention``. :func:`use` or the environment variable ``MESHFOLD_KERNELS`` chooses by hand.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
     out = softmax_k(q·k / sqrt(d) + bias + key_bias) v
 
-Its gradient of the bias is summed over the rows. Softmax and sums are in float32 (float64 for float64). Sources: Jumper et al.,
+Its gradient of the bias is summed over the rows. Softmax and sums are in float32 (float64 for float64). In compiled code a GPU runs
+the same kernels, as operations of the graph; Inductor would hold all logits. Sources: Jumper et al.,
 "Highly accurate protein structure prediction with AlphaFold", 2021, Algorithms 7, 8, 13 and 14; Dao, "FlashAttention-2", 2023.
 """
 
@@ -49,9 +50,12 @@ def pair_attention(
 class _PairAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, key_bias: Tensor | None) -> Tensor:
-        if not torch.compiler.is_compiling():  # else the reference is traced
+        if torch.compiler.is_compiling():
+            ctx.gradients = _gradients_operation if _compiles_kernels(q) else gradients
+            out, lse = (_attend_operation if _compiles_kernels(q) else attend)(q, k, v, bias, key_bias)
+        else:
             ctx.gradients = dispatch.twin(gradients, q)
-        out, lse = pair_attention_forward(q, k, v, bias, key_bias)
+            out, lse = pair_attention_forward(q, k, v, bias, key_bias)
         ctx.save_for_backward(q, k, v, bias, key_bias, out, lse)
         return out
 
@@ -60,8 +64,8 @@ class _PairAttention(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor) -> Any:
         q, k, v, bias, key_bias, out, lse = ctx.saved_tensors
         with_bias = bias is not None and ctx.needs_input_grad[3]
-        made = gradients if torch.compiler.is_compiling() else ctx.gradients
-        return *made(dout, q, k, v, bias, key_bias, out, lse, with_bias), None
+        dq, dk, dv, dbias = ctx.gradients(dout, q, k, v, bias, key_bias, out, lse, with_bias)
+        return dq, dk, dv, dbias if with_bias else None, None
 
 
 def pair_attention_forward(
@@ -240,3 +244,67 @@ def _logits(q: Tensor, k: Tensor, bias: Tensor | None, key_bias: Tensor | None) 
     if key_bias is not None:
         logits += key_bias[:, :, None, None, :]
     return logits
+
+
+# -- as operations of compiled graphs ---------------------------------------------------------------------------------
+
+
+def _in_triton() -> bool:
+    """Return True if a GPU computes attention in half precision in Triton."""
+    return dispatch.implementation("pair_attention", "cuda", torch.bfloat16) == "triton"
+
+
+# torch.compile treats the result as a constant instead of tracing the choice.
+_in_triton._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _compiles_kernels(q: Tensor) -> bool:
+    """Return True in code that is being compiled for a GPU that has kernels for these queries."""
+    return q.is_cuda and q.dtype != torch.float64 and _in_triton()
+
+
+@torch.library.custom_op("meshfold::pair_attention", mutates_args=())
+def _attend_operation(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, key_bias: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    out, lse = dispatch.twin(attend, q)(q, k, v, bias, key_bias)
+    return out.contiguous(), lse.contiguous()
+
+
+@_attend_operation.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, key_bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    b, r, queries, h, _ = q.shape
+    return q.new_empty(q.shape), q.new_empty(b, r, h, queries, dtype=torch.promote_types(q.dtype, torch.float32))
+
+
+@torch.library.custom_op("meshfold::pair_attention_gradients", mutates_args=())
+def _gradients_operation(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    key_bias: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    with_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    found = dispatch.twin(gradients, q)(dout, q, k, v, bias, key_bias, out, lse, with_bias)
+    dq, dk, dv, dbias = (q.new_empty(0) if x is None else x.contiguous() for x in found)
+    return dq, dk, dv, dbias
+
+
+@_gradients_operation.register_fake
+def _(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    key_bias: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    with_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    dbias = q.new_empty(0) if bias is None or not with_bias else bias.new_empty(bias.shape)
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dbias

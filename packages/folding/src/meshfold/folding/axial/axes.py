@@ -41,10 +41,17 @@ class Axes:
     @staticmethod
     def of(mesh: Mesh, mode: AxialMode, product_steps: int = 1, memory: MemorySettings = KEEP_ALL) -> Axes:
         """Return a mode on a mesh."""
-        return Axes(mesh, mode, mode.rows, mode.columns, product_steps, memory)
+        made = Axes(mesh, mode, mode.rows, mode.columns, product_steps, memory)
+        _ = made.turned.turned  # kept now: torch.compile cannot enter the lock of a cached property
+        return made
 
     def __deepcopy__(self, _: object) -> Axes:
         return self  # a copy of a model lies on the same mesh
+
+    def __post_init__(self) -> None:
+        """Ask the mesh now for what every forward asks: torch.compile breaks its graph where the mesh counts anew."""
+        for names in (self.rows, self.columns, self.all):
+            self.mesh.size(*names)
 
     @cached_property
     def turned(self) -> Axes:
@@ -75,6 +82,10 @@ class Axes:
         """Return the size with its padding."""
         return -(-size // self.multiple) * self.multiple
 
+    def index(self, axes: tuple[str, ...]) -> int:
+        """Return the number of this rank's block along a dim that these axes split; 0 for a whole dim."""
+        return self.mesh.index(*axes) if self.mesh.size(*axes) > 1 else 0
+
     def take(self, whole: Tensor, dim: int, axes: tuple[str, ...]) -> Tensor:
         """Return this rank's block of a tensor that is the same everywhere, zero in padding; for masks, not differentiable.
 
@@ -82,7 +93,7 @@ class Axes:
         """
         size, blocks = whole.shape[dim], self.mesh.size(*axes)
         length = self.padded(size) // blocks
-        start = min(self.mesh.index(*axes) * length, size)
+        start = min(self.index(axes) * length, size)
         block = whole.narrow(dim, start, min(length, size - start))
         return _padded(block, dim, length - block.shape[dim])
 
@@ -112,7 +123,9 @@ class Axes:
         return x
 
     def move(self, source: str, target: str, dims: dict[str, int]) -> Redistribution:
-        """Bind a redistribution; ``{rows}`` and ``{columns}`` in the layouts stand for the axes."""
+        """Bind a redistribution; ``rows`` and ``columns`` in the layouts stand for the axes. On one rank it does nothing."""
+        if not self.is_split:
+            return _STAYS
         key = ("folding move", source, target, self.rows, self.columns, tuple(dims.items()))
         return self.mesh.once(key, lambda: self._bind(source, target, dims))
 
@@ -138,5 +151,8 @@ def _padded(x: Tensor, dim: int, by: int) -> Tensor:
     return functional.pad(x, [0, 0] * after + [0, by])
 
 
-WHOLE = Axes.of(Mesh({}, rank=0), AXIAL_MODES["dap"])
+_ONE = Mesh({}, rank=0)
+_STAYS = Redistribution(Layout({}), Layout({}), _ONE, {})
+
+WHOLE = Axes.of(_ONE, AXIAL_MODES["dap"])
 """One rank: the axes of blocks before :func:`meshfold.folding.parallelize_folding`."""

@@ -81,4 +81,4 @@ def gather_residues_cost(axes: Axes, operand: str, block_bytes: int) -> list[Cos
 def _block(axes: Axes, x: Tensor, names: tuple[str, ...]) -> Tensor:
     """Return the block of padded residues that some axes give this rank; differentiable, without a collective."""
     length = x.shape[1] // axes.mesh.size(*names)
-    return x.narrow(1, axes.mesh.index(*names) * length, length)
+    return x.narrow(1, axes.index(names) * length, length)
