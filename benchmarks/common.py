@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from benchmarks.kernel_times import lines_of
-from benchmarks.power import PowerLog
+from benchmarks.power import PowerLog, has_power
 
 RESULTS = Path(__file__).parent / "results"
 AVERAGED_S = 1.0
@@ -42,6 +42,11 @@ def add_output(parser: argparse.ArgumentParser, name: str) -> None:
 def add_rounds(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of :func:`measure`: ``--rounds``, ``--window-s`` and ``--settle-s``."""
     parser.add_argument("--rounds", type=int, default=5)
+    add_windows(parser)
+
+
+def add_windows(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of :func:`timed_windows` and :func:`energy_windows`: ``--window-s`` and ``--settle-s``."""
     parser.add_argument("--window-s", type=float, default=2.5, help="seconds of a contestant in a round")
     parser.add_argument("--settle-s", type=float, default=20.0, help="least seconds of warm-up: clocks settle")
 
@@ -108,6 +113,7 @@ class Contestant:
         peak_bytes: largest memory it used beyond what was there before it, where measured.
         error: relative error of its result against the reference.
         parts: of the step, by name, that are timed by themselves too, after all rounds.
+        around: makes what holds while it runs.
     """
 
     name: str
@@ -116,6 +122,7 @@ class Contestant:
     peak_bytes: int = 0
     error: float = float("nan")
     parts: dict[str, Callable[[], Any]] = field(default_factory=dict)
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext
 
 
 def machine() -> dict[str, Any]:
@@ -294,21 +301,29 @@ def timed_windows(
         What was measured until the end of each round; last, all of it with the power.
     """
     running = [each for each in contestants if each.step is not None]
-    lasts = {each.name: agreed(milliseconds(each.step, 2)) for each in running}  # type: ignore[arg-type]
+
+    def in_window(each: Contestant, steps: int) -> float:
+        with each.around():
+            if each.around is not nullcontext:
+                each.step()  # type: ignore[misc]  # what is looked up anew in each context is not timed
+            between()
+            return milliseconds(each.step, steps)  # type: ignore[arg-type]
+
+    lasts = {each.name: agreed(in_window(each, 2)) for each in running}
     if running and settle_s:
-        for _ in range(math.ceil(settle_s * 1e3 / lasts[running[0].name])):
-            running[0].step()  # type: ignore[misc]
-            synchronize()
-        lasts = {each.name: agreed(milliseconds(each.step, 2)) for each in running}  # type: ignore[arg-type]
+        with running[0].around():
+            for _ in range(math.ceil(settle_s * 1e3 / lasts[running[0].name])):
+                running[0].step()  # type: ignore[misc]
+                synchronize()
+        lasts = {each.name: agreed(in_window(each, 2)) for each in running}
     repeats = {name: max(1, math.ceil(window_s * 1e3 / each)) for name, each in lasts.items()}
     times: dict[str, list[float]] = {each.name: [] for each in running}
     windows: dict[str, list[tuple[float, float]]] = {each.name: [] for each in running}
     with PowerLog() if gpus else nullcontext() as log:
         for _ in range(rounds):
             for each in running:
-                between()
                 first = time.time()
-                times[each.name].append(milliseconds(each.step, repeats[each.name]))  # type: ignore[arg-type]
+                times[each.name].append(in_window(each, repeats[each.name]))
                 windows[each.name].append((first + AVERAGED_S, time.time()))
             yield times, {name: {} for name in times}
     power: dict[str, dict[str, float]] = {name: {} for name in times}
@@ -316,6 +331,24 @@ def timed_windows(
         means = [mean for span in spans if log is not None and (mean := log.mean(*span, gpus))]
         power[name] = {key: sum(mean[key] for mean in means) / len(means) for key in ("watts", "mhz") if means}
     yield times, power
+
+
+def energy_windows(contestants: Sequence[Contestant], *, ranks: int, **given: Any) -> dict[str, dict[str, float]]:
+    """Let each contestant work for a window of seconds, after a warm-up in which clocks settle, and sample power.
+
+    Args:
+        contestants: those without a step are left out.
+        ranks: number of this group's ranks, one a GPU.
+        given: see :func:`timed_windows`: ``window_s``, ``settle_s``, ``between``, ``agreed`` and ``gpus``.
+
+    Returns:
+        By name ``watts`` of all GPUs together, ``mhz`` of one and ``milliseconds`` a step in the window, on the rank that reads
+        them. Nothing where there is no GPU for each rank, or no `nvidia-smi`: then no time is spent.
+    """
+    if not has_power() or torch.cuda.device_count() < ranks:
+        return {}
+    times, power = list(timed_windows(contestants, rounds=1, **given))[-1]
+    return {name: dict(found, milliseconds=median(times[name])) for name, found in power.items() if found}
 
 
 def agree(device: torch.device, group: Any = None) -> Callable[[float], float]:

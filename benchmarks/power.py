@@ -42,7 +42,7 @@ class PowerLog:
         self._out: IO[bytes] | None = None
 
     def __enter__(self) -> PowerLog:
-        if shutil.which("nvidia-smi"):
+        if has_power():
             self._out = tempfile.TemporaryFile()
             words = [
                 "nvidia-smi",
@@ -80,6 +80,11 @@ class PowerLog:
             watts += sum(s.watts for s in found) / len(found)
             clocks.append(sum(s.mhz for s in found) / len(found))
         return {"watts": watts, "mhz": sum(clocks) / len(clocks)}
+
+
+def has_power() -> bool:
+    """Return True if `nvidia-smi` can sample GPUs here."""
+    return shutil.which("nvidia-smi") is not None
 
 
 def visible_gpus(count: int) -> list[int]:

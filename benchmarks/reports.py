@@ -43,6 +43,15 @@ def spread(found: tuple[float, float, float], digits: int) -> str:
     return f"{middle} ({low}–{high})"
 
 
+def energy(power: Mapping[str, float] | None, milliseconds: float) -> tuple[str, str]:
+    """Two cells: the joules of a step over all GPUs, and the mean clock in MHz; dashes where no power was sampled."""
+    return (f"{power['watts'] * milliseconds / 1e3:.1f}", f"{power['mhz']:.0f}") if power else ("–", "–")
+
+
+ENERGY = ("J a step, all ranks", "MHz")
+"""heads of :func:`energy`"""
+
+
 def met(yes: bool) -> str:
     """The verdict on a bar."""
     return "met" if yes else "**not met**"

@@ -5,7 +5,10 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -14,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import decode_report, reports
+from benchmarks import common, decode_report, reports
 from benchmarks.fp8_curve import bias, distances, rounded
 from benchmarks.power import PowerLog, parse
 from benchmarks.tensor_parallel import report as tensor_parallel_report
@@ -427,6 +430,60 @@ def test_a_result_that_could_not_be_written_is_refused_before_anything_is_measur
     )
     assert main(["bench", area, "--out", str(tmp_path)]) == 2
     assert f"--out {tmp_path} is a folder: name a file in it" in capsys.readouterr().err
+
+
+class PowerOfAnyTime(PowerLog):
+    """Reads 500 W and 1,500 MHz of each GPU."""
+
+    def __enter__(self) -> PowerLog:
+        return self
+
+    def mean(self, begin: float, end: float, gpus: int) -> dict[str, float]:
+        return {"watts": 500.0 * gpus, "mhz": 1500.0}
+
+
+def test_joules_are_those_of_a_window_of_each_contestant(monkeypatch: pytest.MonkeyPatch) -> None:
+    inside: list[str] = []
+    steps: Counter[str] = Counter()
+
+    @contextmanager
+    def around() -> Iterator[None]:
+        inside.append("b")
+        yield
+        inside.clear()
+
+    def step(name: str) -> None:
+        steps[name] += 1
+        assert ("b" in inside) == (name == "b")
+
+    some = [common.Contestant("a", partial(step, "a")), common.Contestant("b", partial(step, "b"), around=around)]
+    given: dict[str, Any] = dict(ranks=2, window_s=0.0, settle_s=0.0, gpus=2)
+    monkeypatch.setattr(common, "PowerLog", PowerOfAnyTime)
+    monkeypatch.setattr(common, "has_power", lambda: False)
+    assert common.energy_windows(some, **given) == {} and not steps
+    monkeypatch.setattr(common, "has_power", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    found = common.energy_windows([*some, common.Contestant("could not be built")], **given)
+    assert {name: (each["watts"], each["mhz"]) for name, each in found.items()} == dict.fromkeys("ab", (1000.0, 1500.0))
+    assert steps["a"] >= 3 and steps["b"] >= 3 and all(each["milliseconds"] > 0 for each in found.values())
+    assert reports.energy(found["a"], 20.0) == ("20.0", "1500") and reports.energy(None, 20.0) == ("–", "–")
+
+
+@pytest.mark.parametrize("area", ["attention", "pipeline", "longest_sequence"])
+def test_tables_have_joules_and_clocks_where_power_was_sampled(area: str) -> None:
+    module = import_module(f"benchmarks.{area}.{'run' if area == 'longest_sequence' else 'report'}")
+    result = json.loads((Path(reports.__file__).parent / "results" / f"{area}.json").read_text())
+    power = {"watts": 2000.0, "mhz": 1650.0, "milliseconds": 50.0}
+    head = "J a step, all ranks | MHz |"
+    assert head not in module.described(result)
+    if area == "longest_sequence":
+        (best, *_) = [each for each in result["counts"]["4"]["attempts"] if each["fits"]]
+        best |= {"tokens": result["counts"]["4"]["fits"], "seconds": 0.05, "power": power}
+    else:
+        for case in result["cases"].values():
+            case["power"] = {next(iter(case["milliseconds"])): power}
+    said = module.described(result)
+    assert head in said and "| 100.0 | 1650 |" in said and "| – | – |" in said
 
 
 def test_no_number_stands_on_the_stroke_of_its_limit() -> None:

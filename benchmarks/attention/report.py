@@ -40,7 +40,9 @@ def described(result: dict[str, Any]) -> str:
 def _table(result: dict[str, Any], case: dict[str, Any]) -> list[str]:
     times = case["milliseconds"]
     peers = [name for name in times if name.startswith("torch")]
+    power = case.get("power", {})
     head = ["contestant", *(f"{peer} ÷ this" for peer in peers), "ms", "TFLOP/s a rank", "peak GiB", "error"]
+    head += reports.ENERGY if power else ()
     return reports.table(
         head,
         (
@@ -51,6 +53,7 @@ def _table(result: dict[str, Any], case: dict[str, Any]) -> list[str]:
                 f"{case['flops_per_rank'] / median(values) / 1e9:.0f}",
                 f"{case['peak_bytes'][name] / 2**30:.2f}",
                 f"{result['relative_error'][name]:.5f}",
+                *(reports.energy(found := power.get(name), found["milliseconds"] if found else 0.0) if power else ()),
             ]
             for name, values in times.items()
         ),

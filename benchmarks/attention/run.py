@@ -25,8 +25,12 @@ from torch.nn import functional as F
 
 from benchmarks.attention.report import DEFAULT
 from benchmarks.common import (
+    Contestant,
     add_output,
+    add_windows,
+    agree,
     check_out,
+    energy_windows,
     machine,
     milliseconds,
     parse_with_tiny,
@@ -66,6 +70,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--repeats", type=int, default=2, help="steps a timing")
     parser.add_argument("--only", default="", help="comma-separated names of contestants")
     parser.add_argument("--list", action="store_true", help="the contestants")
+    add_windows(parser)
     add_output(parser, "attention")
     args = parse_with_tiny(parser, argv, TINY)
     if args.report:
@@ -310,6 +315,16 @@ def _fill(case: dict[str, Any], ways: Sequence[Way], work: Work, length: int, sa
             table = torch.tensor(took, dtype=torch.float64, device=device)
             times.setdefault(name, []).append(float(all_reduce(table, group, "max")))
         save()
+    # Joules take longer than times: clocks have to settle.
+    case["power"] = energy_windows(
+        [Contestant(name, step, around=way.around) for name, (way, step) in steps.items()],
+        ranks=work.args.ranks,
+        window_s=work.args.window_s,
+        settle_s=work.args.settle_s,
+        between=lambda: barrier(group, device),
+        agreed=agree(device),
+        gpus=work.args.ranks if work.ring.rank == 0 else 0,
+    )
 
 
 def _warmed(way: Way, whole: Inputs, device: torch.device) -> tuple[Callable[[], None], float]:

@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that this fil
 
 from benchmarks import reports
 from benchmarks.common import (
+    AVERAGED_S,
     add_output,
     check_out,
     how_it_ended,
@@ -30,6 +31,7 @@ from benchmarks.common import (
     start_ranks,
     write,
 )
+from benchmarks.power import PowerLog
 from experiments import plotting
 
 GIB = 2**30
@@ -156,7 +158,7 @@ def _search(args: argparse.Namespace, argv: list[str], count: int) -> dict[str, 
 def _started(args: argparse.Namespace, argv: list[str], job: dict[str, Any]) -> tuple[list[dict[str, Any]], str]:
     """One start: steps of growing length until one is refused, which ends the ranks. What each rank noted, once, and why
     the ranks ended if not for that."""
-    with tempfile.TemporaryDirectory(prefix="longest-sequence-") as folder:
+    with tempfile.TemporaryDirectory(prefix="longest-sequence-") as folder, PowerLog() as power:
         job = {**job, "folder": folder}
         rest = [*argv, "--rank-job", json.dumps(job)]
         ended, said = start_ranks(Path(__file__), rest, job["count"], args.timeout)
@@ -165,6 +167,10 @@ def _started(args: argparse.Namespace, argv: list[str], job: dict[str, Any]) -> 
             for file in sorted(Path(folder).glob("rank*.jsonl"))
             for text in file.read_text().splitlines()
         ]
+    for note in notes:
+        if "span" in note:  # readings are means of the second before them
+            begin, end = note.pop("span")
+            note["power"] = power.mean(begin + AVERAGED_S, end, job["count"])
     found = [note for note in notes if note["kind"] == "line" or note["fits"]]
     refusals = [note for note in notes if note["kind"] == "step" and not note["fits"]]
     if refusals:
@@ -185,7 +191,7 @@ def described(result: dict[str, Any]) -> str:
         f"tokens; sequence={s['mode']!r}, kernel {s['kernel']}; {limit}; {m.get('gpu', 'CPU')}, torch {m['torch']}. A length "
         "fits when a whole training step of that length ran, and is refused when the step ran out of memory.",
         "",
-        *reports.table(HEAD, _rows(result["counts"])),
+        *_table(result["counts"]),
     ]
     counts = result["counts"]
     one = counts.get("1", {}).get("fits", 0)
@@ -207,7 +213,12 @@ def described(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _rows(counts: dict[str, Any]) -> Iterator[list[str]]:
+def _table(counts: dict[str, Any]) -> list[str]:
+    sampled = any(attempt.get("power") for found in counts.values() for attempt in found["attempts"])
+    return reports.table((*HEAD, *(reports.ENERGY if sampled else ())), _rows(counts, sampled))
+
+
+def _rows(counts: dict[str, Any], sampled: bool) -> Iterator[list[str]]:
     one = counts.get("1", {}).get("fits", 0)
     for count, found in sorted(counts.items(), key=lambda item: int(item[0])):
         best = next((a for a in found["attempts"] if a["fits"] and a["tokens"] == found["fits"]), None)
@@ -219,6 +230,7 @@ def _rows(counts: dict[str, Any]) -> Iterator[list[str]]:
             f"{found['fits'] / one:.2f}" if one else "–",
             f"{best['seconds']:.1f}" if best else "–",
             f"{best['peak_bytes'] / GIB:.2f}" if best else "–",
+            *(reports.energy((best or {}).get("power"), 1e3 * best["seconds"] if best else 0.0) if sampled else ()),
         ]
 
 

@@ -9,7 +9,7 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -106,6 +106,21 @@ class Trainer:
         return [*self.model.parameters(), *states]
 
 
+class Tried(NamedTuple):
+    """A step of some length.
+
+    Attributes:
+        peak: bytes of the fullest rank.
+        begin, end: seconds since the epoch.
+        loss: of the sequence.
+    """
+
+    peak: int
+    begin: float
+    end: float
+    loss: float
+
+
 def run(args: argparse.Namespace, job: dict[str, Any]) -> int:
     """One rank: measure the line if it is not known, then steps until one is refused or the bracket is close."""
     world = process_group.start(timeout=180)
@@ -123,15 +138,15 @@ def run(args: argparse.Namespace, job: dict[str, Any]) -> int:
         with file.open("a") as out:
             out.write(json.dumps(what) + "\n")
 
-    def tried(tokens: int) -> tuple[int, float, float]:
+    def tried(tokens: int) -> Tried:
         barrier(mesh.group("seq"), world.device)
         memory.begin()
-        begin = time.monotonic()
+        begin = time.time()
         with memory.around():
             loss = trainer.step(tokens)
         peak = torch.tensor(float(memory.peak()), dtype=torch.float64, device=world.device)
-        seconds = time.monotonic() - begin
-        return int(all_reduce(peak, mesh.group("seq"), "max")), seconds, loss
+        end = time.time()
+        return Tried(int(all_reduce(peak, mesh.group("seq"), "max")), begin, end, loss)
 
     line = job["line"]
     if line is None:
@@ -141,25 +156,31 @@ def run(args: argparse.Namespace, job: dict[str, Any]) -> int:
     tokens = _first(args, job, line, ranks)
     while tokens is not None:
         try:
-            peak, seconds, loss = tried(tokens)
+            step = tried(tokens)
         except Exception as error:
             if is_refusal(error):
                 note(kind="step", fits=False, tokens=tokens, why=str(error).splitlines()[0][:200])
                 os._exit(1)  # at once: a tidy end would wait for ranks that wait for this one
             raise
         if world.rank == 0:
-            note(kind="step", fits=True, tokens=tokens, peak_bytes=peak, seconds=seconds, loss=loss)
+            note(
+                kind="step",
+                fits=True,
+                tokens=tokens,
+                peak_bytes=step.peak,
+                seconds=step.end - step.begin,
+                span=(step.begin, step.end),
+                loss=step.loss,
+            )
         tokens = _longer(args, job, tokens, ranks)
     world.close()
     return 0
 
 
-def _line(
-    args: argparse.Namespace, ranks: int, limit: int, tried: Callable[[int], tuple[int, float, float]]
-) -> dict[str, Any]:
+def _line(args: argparse.Namespace, ranks: int, limit: int, tried: Callable[[int], Tried]) -> dict[str, Any]:
     """Bytes that do not depend on the length, bytes for each token of a rank, and the length at which both fill the limit."""
     tried(args.short * ranks)  # the optimizer's state is there from now on
-    one, two = tried(args.short * ranks)[0], tried(2 * args.short * ranks)[0]
+    one, two = tried(args.short * ranks).peak, tried(2 * args.short * ranks).peak
     a_token = (two - one) / args.short
     fixed = one - a_token * args.short
     foretold = int((limit - fixed) / a_token) * ranks if a_token > 0 else 0

@@ -57,12 +57,18 @@ def described(result: dict[str, Any]) -> str:
 
 def _table(case: dict[str, Any]) -> list[str]:
     peers = [name for name in case["milliseconds"] if name.startswith("torch")]
-    head = ("contestant", *(f"{peer} ÷ this" for peer in peers), *BEHIND)
+    head = (
+        "contestant",
+        *(f"{peer} ÷ this" for peer in peers),
+        *BEHIND,
+        *(reports.ENERGY if case.get("power") else ()),
+    )
     return reports.table(head, (_row(case, name, peers) for name in case["milliseconds"]))
 
 
 def _row(case: dict[str, Any], name: str, peers: list[str]) -> list[str]:
-    times, bubble = case["milliseconds"], case["bubbles"].get(name)
+    times, bubble, power = case["milliseconds"], case["bubbles"].get(name), case.get("power", {})
+    found = power.get(name)
     shares = ("measured", "simulated", "simulated_from_run")
     return [
         name,
@@ -73,6 +79,7 @@ def _row(case: dict[str, Any], name: str, peers: list[str]) -> list[str]:
         *(f"{bubble[share]:.1%}" if bubble else "–" for share in shares),
         f"{case['loss'][name]:.4f}",
         f"{case['norm_error'][name]:.1e}",
+        *(reports.energy(found, found["milliseconds"] if found else 0.0) if power else ()),
     ]
 
 

@@ -16,6 +16,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that this fil
 import torch
 
 from benchmarks.common import (
+    Contestant,
     add_output,
+    add_windows,
+    agree,
     check_out,
+    energy_windows,
     machine,
     milliseconds,
     parse_with_tiny,
@@ -74,6 +79,7 @@ def main(argv: Sequence[str]) -> int:
         help="most activations that `auto` may hold, in micro-batches of a rank's share of the model",
     )
     parser.add_argument("--list", action="store_true", help="the contestants")
+    add_windows(parser)
     add_output(parser, "pipeline")
     args = parse_with_tiny(parser, argv, TINY)
     if args.report:
@@ -161,7 +167,7 @@ def _measure(args: argparse.Namespace) -> int:
     return 0
 
 
-_NOT_SETTINGS = ("out", "report", "list", "microbatches", "rounds")
+_NOT_SETTINGS = ("out", "report", "list", "microbatches", "rounds", "window_s", "settle_s")
 
 
 def _opened(args: argparse.Namespace) -> dict[str, Any]:
@@ -323,6 +329,18 @@ def _fill(
             _clear(by_name[name])
             case["milliseconds"].setdefault(name, []).append(float(all_reduce(took, group, "max")))
         save()
+    case["power"] = energy_windows(  # joules take longer than times: clocks have to settle
+        [Contestant(name, partial(_clean_step, by_name[name], step)) for name, step in steps.items()],
+        ranks=work.args.ranks,
+        window_s=work.args.window_s,
+        settle_s=work.args.settle_s,
+        between=lambda: barrier(group, device),
+        agreed=agree(device),
+        gpus=work.args.ranks if work.mesh.rank == 0 else 0,
+    )
+    for runner in runners:
+        _clear(runner)
+    save()
     for name, step in steps.items():
         pipeline = by_name[name].pipeline
         if pipeline is None:
@@ -371,6 +389,11 @@ def _found(runner: Any, work: Any, loss: Any, peak: int) -> tuple[float, int, li
 def _clear(runner: Any) -> None:
     for _, parameter in runner.named():
         parameter.grad = None
+
+
+def _clean_step(runner: Any, step: Callable[[], Any]) -> None:
+    _clear(runner)
+    step()
 
 
 def _distance(norms: Sequence[float], reference: Sequence[float]) -> float:

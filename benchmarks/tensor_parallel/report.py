@@ -33,22 +33,14 @@ def table(result: dict[str, Any]) -> str:
             f"{teraflops / median(values):.0f}",
             f"{result['peak_bytes'][name] / 2**30:.2f}",
             f"{result['relative_error'][name]:.4f}",
-            *_joules(power, name, median(values)),
+            *(reports.energy(power.get(name), median(values)) if any(power.values()) else ()),
         ]
         for name, values in times.items()
     ]
-    head += ["J a step, all ranks", "MHz"] if any(power.values()) else []
+    head += reports.ENERGY if any(power.values()) else ()
     lines = [*reports.table(head, [*rows, *result["notes"].items()])]
     verdicts = list(bars(result))
     return "\n".join([*lines, "", *verdicts] if verdicts else lines)
-
-
-def _joules(power: dict[str, dict[str, float]], name: str, milliseconds: float) -> list[str]:
-    """Return the cells of energy and clock; none where no contestant has them."""
-    if not any(power.values()):
-        return []
-    found = power.get(name, {})
-    return [f"{found['watts'] * milliseconds / 1e3:.1f}", f"{found['mhz']:.0f}"] if found else ["–", "–"]
 
 
 def bars(result: dict[str, Any]) -> Iterator[str]:
