@@ -94,6 +94,33 @@ def test_squares_of_a_sum_are_those_of_what_is_returned_in_pieces_of_any_size() 
         channels.PIECE_SLOT_BYTES = size
 
 
+@ranks(3)
+def test_a_sum_of_runs_of_memory_is_that_of_one_tensor() -> None:
+    group, size = group_of(3), channels.PIECE_SLOT_BYTES
+    whole = mine((3 * 700,), torch.bfloat16, group.index)
+    layouts = (
+        (2100,),
+        (700, 700, 700),
+        (1, 0, 1398, 701),
+        (650, 100, 650, 100, 600),
+    )  # a rank's block in one run, or in two
+    try:
+        for room in (size, 3 * 2 * 256):
+            channels.PIECE_SLOT_BYTES = room
+            wanted, squares = push.reduce_scatter_push_squares(whole, group, dtype=torch.float32)
+            for lengths in layouts:
+                runs = [run.clone().view(1, -1) for run in whole.split(lengths)]
+                with record() as log:
+                    found, measured = push.reduce_scatter_push_squares(runs, group, dtype=torch.float32)
+                    assert torch.equal(found.wait(), wanted.wait())
+                assert (measured is None) == (squares is None)
+                assert measured is None or torch.equal(measured, squares)
+                assert [(entry.kind, entry.block_bytes) for entry in log.entries] == [("reduce_scatter", 4200)]
+                assert torch.equal(torch.cat(runs, 1).view(-1), whole)
+    finally:
+        channels.PIECE_SLOT_BYTES = size
+
+
 @ranks(2)
 def test_squares_that_pieces_would_cut_or_that_are_not_exact_are_not_returned() -> None:
     group, size = group_of(2), channels.PIECE_SLOT_BYTES

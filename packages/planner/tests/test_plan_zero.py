@@ -95,8 +95,8 @@ def test_stage_1_holds_whole_gradients_between_micro_steps() -> None:
     gemini, held = engine.states.gemini, []  # type: ignore[attr-defined]
 
     def look(*_: Any) -> None:
-        wholes = [gradient._whole for gradient in gemini._gradients.values()]
-        held.append(sum(whole.tensor.nbytes for whole in wholes if whole is not None))
+        wholes = [block for gradient in gemini._gradients.values() for block in gradient._whole.blocks]
+        held.append(sum(whole.tensor.nbytes for whole in wholes))
 
     engine.model.register_forward_pre_hook(look)
     for seed in (0, 1):

@@ -131,7 +131,7 @@ def blocks_of(gemini: Gemini) -> Iterator[Block]:
     for chunk in gemini.chunks:
         yield from (chunk._block, *([] if chunk._own is None else [chunk._own]))
     for gradient in gemini._gradients.values():
-        found = (gradient._whole, gradient._sending, gradient._here, gradient._host)
+        found = (*gradient._whole.blocks, *gradient._sending, gradient._here, gradient._host)
         yield from {id(block): block for block in found if block is not None}.values()
     stepper = gemini._stepper
     assert isinstance(stepper, AdamStepper) and stepper.disk is not None

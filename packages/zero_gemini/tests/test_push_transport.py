@@ -9,13 +9,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from meshfold.kernels import sum_of_squares
 from meshfold.mesh import Mesh, all_reduce, record
 from meshfold.mesh.collectives.push import pushes, why_not
 from meshfold.mesh.testing import ranks
+from meshfold.zero_gemini.chunks.chunk import Chunk
 from meshfold.zero_gemini.chunks.placement import EVERYTHING_ON_THE_DEVICE
+from meshfold.zero_gemini.chunks.whole_gradient import WholeGradient
+from meshfold.zero_gemini.memory.arena import Block
 from meshfold.zero_gemini.norm import _KERNELS
 
 sys.path.append(str(Path(__file__).parent))
@@ -88,6 +91,70 @@ def test_stage_3() -> None:
 def test_sums_over_several_backwards_are_in_the_masters_precision() -> None:
     for stage in (1, 2):
         same(stage, backwards=2)
+
+
+def _has_unused(chunk: Chunk) -> bool:
+    return any(name.startswith("never") for name in chunk.spec.names)
+
+
+@ranks(2)
+def test_pushed_gradients_are_not_copied_together() -> None:
+    copied: set[str] = set()
+    own = WholeGradient._copy_together
+
+    def copy_together(whole: WholeGradient, dtype: torch.dtype) -> Block:
+        copied.update(whole._chunk.spec.names)
+        return own(whole, dtype)
+
+    shards = []
+    for transport in ("nccl", "push"):
+        model = make_model()
+        gemini = in_chunks(model, torch.bfloat16, EVERYTHING_ON_THE_DEVICE, stage=3, world=2, transport=transport)
+        gemini.begin(last=True)
+        with pytest.MonkeyPatch.context() as patch:
+            if transport == "push":
+                patch.setattr(WholeGradient, "_copy_together", copy_together)
+            [(ids, _)] = batches(1)
+            loss_of(model, ids, True, rank=gemini.chunks[0].group.index, world=2).backward()
+            gemini.finish()
+        shards.append([shard.clone() for shard in gemini._flow.shards().values()])
+        incomplete = {name for chunk in gemini.chunks for name in chunk.spec.names if _has_unused(chunk)}
+        assert copied == (incomplete if transport == "push" else set()) and len(incomplete) < len(
+            list(model.parameters())
+        )
+        gemini.close()
+    assert all(map(torch.equal, *shards))
+
+
+class Twice(nn.Module):
+    """A weight that is used twice, one that is not used, and one whose gradient is a view of more memory than it takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.twice, self.unused = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.part = nn.Parameter(torch.ones(2, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        both = torch.cat([self.part, self.part.detach()])
+        return torch.as_tensor(self.twice(self.twice(x)) @ both.t())
+
+
+@ranks(2)
+def test_gradients_that_do_not_come_or_share_memory_are_pushed_too() -> None:
+    found = []
+    for transport in ("nccl", "push"):
+        torch.manual_seed(0)
+        model = Twice()
+        gemini = in_chunks(model, torch.bfloat16, EVERYTHING_ON_THE_DEVICE, stage=3, world=2, transport=transport)
+        for _ in range(2):
+            gemini.begin(last=True)
+            x = torch.randn(3, 4, generator=torch.Generator().manual_seed(gemini.chunks[0].group.index))
+            model(x.bfloat16()).square().sum().backward()
+            gemini.finish()
+            gemini.step()
+        found.append({name: gemini.read(p).clone() for name, p in model.named_parameters()})
+        gemini.close()
+    assert all(torch.equal(found[1][name], value) for name, value in found[0].items())
 
 
 @ranks(2)

@@ -46,14 +46,14 @@ class Pending:
         *,
         waits: bool = True,
         call: Call | None = None,
-        keep: Tensor | None = None,
+        keep: object = None,
     ) -> None:
         """Args:
         tensor: the functional collective's output, or the result itself if there is nothing to finish.
         finish: turns the output into the result.
         waits: the caller must wait for the tensor; if False, ``finish`` waits.
         call: for the watchdog, if there is one.
-        keep: a tensor whose memory is needed until the wait.
+        keep: has memory that is needed until the wait.
         """
         self._tensor = tensor
         self._finish = finish

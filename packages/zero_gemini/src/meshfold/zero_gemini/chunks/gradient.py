@@ -11,16 +11,16 @@ same collective calls. So missing gradients count as zero, and flags of the used
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from meshfold.kernels import write_gradient
 from meshfold.mesh import Pending, reduce_scatter
 from meshfold.mesh.collectives.push import reduce_scatter_push_squares
 from meshfold.zero_gemini.chunks.chunk import Chunk
 from meshfold.zero_gemini.chunks.states import GRAD_TRANSITIONS, BackwardRole, GradState, check_transition
+from meshfold.zero_gemini.chunks.whole_gradient import WholeGradient, runs_of
 from meshfold.zero_gemini.errors import ChunkError
 from meshfold.zero_gemini.group_flags import Flags
 from meshfold.zero_gemini.memory.arena import Block, MemoryTier
@@ -64,16 +64,14 @@ class ChunkGradient:
         self.state = GradState.EMPTY
         self._kind: BackwardRole = "more"
         self.measured: Tensor | None = None
-        self._whole: Block | None = None  # the whole chunk's gradient, not reduced yet
-        self._filled: set[int] = set()  # indices of parameters in it
         self._arrived: set[int] = set()  # indices whose gradient of this backward has arrived
         self._was_sent = False  # this backward's gradients are being reduced
-        self._apart: Block | None = None  # like ``_whole``, from earlier backwards, on the host
+        self._apart: Block | None = None  # whole gradients of earlier backwards, on the host
         self._owed = False  # ``_apart`` has gradients
         self._reduction: Pending | None = None
         self._squares: Tensor | None = None  # sums of squares of the reduction's result
         self._is_wide = False  # whole gradients of several backwards are added up
-        self._sending: Block | None = None  # the reduction's input
+        self._sending: list[Block] = []  # the reduction's input
         self._flags: Flags | None = None  # parameters used, and True if more may come
         self._answers: list[bool] = []
         self._here: Block | None = None  # the shard, on the compute device
@@ -81,6 +79,7 @@ class ChunkGradient:
         self._sent: torch.cuda.Event | None = None
         self._is_lent = False  # the optimizer may be reading the shard on the host
         self._name = f"gradients of {chunk.spec.names[0]} to {chunk.spec.names[-1]}"
+        self._whole = WholeGradient(chunk, self._name)  # not reduced yet
         self.shard: Tensor | None = None
         self.used: set[int] = set()
         self.sums = 0
@@ -121,7 +120,7 @@ class ChunkGradient:
     @property
     def has_late_parts(self) -> bool:
         """True if gradients of this backward arrived after the reduction: only a single process can add them."""
-        return self._was_sent and bool(self._filled) and self.chunk.group.size == 1
+        return self._was_sent and bool(self._whole.filled) and self.chunk.group.size == 1
 
     @property
     def is_pending(self) -> bool:
@@ -156,18 +155,8 @@ class ChunkGradient:
                 "ranks: use torch.utils.checkpoint.checkpoint with use_reentrant=False"
             )
         self.collect()  # a second gradient in one backward, after the first was sent
-        if self._whole is None:
-            self._whole = self._allocate(self.chunk.spec.size_elems, dtype=self._sent_dtype)
-        slot = self.chunk.spec.slots[place]
-        part = self._whole.tensor[slot.start_elems : slot.start_elems + slot.numel]
-        more = place in self._filled
-        if gradient.dtype is not part.dtype and gradient.is_contiguous():  # twice as fast as torch
-            write_gradient(gradient.view(-1), part, add=more)
-        elif more:
-            part.view_as(gradient).add_(gradient)
-        else:
-            part.view_as(gradient).copy_(gradient)
-        self._filled.add(place)
+        holds = self.chunk.is_pushed and self.chunk.group.size > 1 and not self._is_wide and not self._owed
+        self._whole.add(place, gradient, self._sent_dtype, hold=holds)
         self.used.add(place)
         self._arrived.add(place)
         if self.state is not GradState.ACCUMULATING:
@@ -189,33 +178,35 @@ class ChunkGradient:
         if self.state is GradState.SETTLED or self.state is GradState.CONSUMED:
             return
         self._kind, self._was_sent = kind, True
-        whole, self._whole = self._complete(), None
-        self._filled.clear()
+        held = [] if self._owed else self._whole.take_held()
+        blocks = held or [self._complete()]
         self._to(GradState.REDUCING)
         if self.chunk.group.size > 1:
-            self._reduction = self._start_sum(whole.tensor)
-            self._sending = whole
+            self._reduction = self._start_sum(runs_of(self.chunk, held) if held else blocks[0].tensor)
+            self._sending = blocks
         if kind == "final":
             mine = [place in self.used for place in range(len(self.chunk.parameters))]
             if self.chunk.group.size > 1:
                 self._flags = Flags([*mine, unsure], self.chunk.group, self.chunk.device)
             self._answers = [*mine, unsure]
         if self.chunk.group.size == 1:
-            self._keep(whole)
+            self._keep(blocks[0])
 
-    def _start_sum(self, whole: Tensor) -> Pending:
+    def _start_sum(self, whole: Tensor | Sequence[Tensor]) -> Pending:
         if self.chunk.is_pushed:
             pending, self._squares = reduce_scatter_push_squares(whole, self.chunk.group, dtype=self.dtype)
             return pending
+        assert isinstance(whole, Tensor)  # only pushes take a gradient from several tensors
         return reduce_scatter(whole, self.chunk.group, 0, async_op=True)
 
     def collect(self) -> None:
         """Finish a reduction that is under way, if there is one."""
-        if self._reduction is None or self._sending is None:
+        if self._reduction is None:
             return
         arrived = self._reduction.wait()
-        self._sending.free()
-        self._reduction = self._sending = None
+        for block in self._sending:
+            block.free()
+        self._reduction, self._sending = None, []
         squares, self._squares = self._squares, None
         self._keep(self.chunk.memory.count(arrived, self._name), squares)
 
@@ -294,15 +285,15 @@ class ChunkGradient:
         self._arrive()
         if self._apart is not None and self.chunk.device.type == "cuda":
             stream_of(self.chunk.device).synchronize()  # its copies may still be running
-        for block in (self._whole, self._here, self._apart):
+        self._whole.clear()
+        for block in (self._here, self._apart):
             if block is not None:
                 block.free()
-        self._whole = self._here = self._apart = self.shard = self.measured = self._flags = None
+        self._here = self._apart = self.shard = self.measured = self._flags = None
         self._owed = self._is_wide = False
         if self.state is not GradState.EMPTY:
             self._to(GradState.EMPTY)
         self._answers = []
-        self._filled.clear()
         self.begin()
         self.used.clear()
 
@@ -378,10 +369,9 @@ class ChunkGradient:
 
     def _put_aside(self) -> None:
         """Offload this backward's whole gradients without reducing them."""
-        if self.tier == "device" or self._whole is None:
+        if self.tier == "device" or not self._whole.filled:
             return
-        whole, self._whole = self._complete(), None
-        self._filled.clear()
+        whole = self._complete()
         if self._apart is None:
             self._apart = self._allocate(self.chunk.spec.size_elems, self.tier)
         copy_to_host(whole.tensor, self._apart.tensor, self.chunk.device)
@@ -390,13 +380,7 @@ class ChunkGradient:
 
     def _complete(self) -> Block:
         """Return the whole chunk's gradient: zeros where none arrived and in padding, plus offloaded gradients."""
-        whole = self._whole or self._allocate(self.chunk.spec.size_elems, dtype=self._sent_dtype)
-        end = 0
-        for place, slot in enumerate(self.chunk.spec.slots):
-            if place in self._filled:
-                whole.tensor[end : slot.start_elems].zero_()
-                end = slot.start_elems + slot.numel
-        whole.tensor[end:].zero_()
+        whole = self._whole.take(self._sent_dtype)
         if self._owed and self._apart is not None:
             whole.tensor.add_(fetch(self._apart.tensor, self.chunk.device))
             self._owed = False

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -92,11 +92,21 @@ class Exchange:
 
     def write(self, target: int, block: Tensor, first: int = 0) -> None:
         """Copy a block as :meth:`push` does, on the current stream."""
+        self.write_runs(target, ((block, first, self._elements),))
+
+    def write_runs(self, target: int, runs: Iterable[tuple[Tensor, int, int]]) -> None:
+        """Copy a block that lies in several runs, as :meth:`write` does.
+
+        ``runs``: of each contiguous memory, its first element, and the number of elements; together a block.
+        """
         transport, size = self._transport, self.dtype.itemsize
         index = transport.index
         # The row's last reader is the target. Blocks of other calls may have other sizes: its own pushes wait, too.
         transport.await_flag(epochs.released(target, transport.size), epochs.call_before(self.number))
-        transport.write(target, self._slot, index * self._bytes, block, first * size, self._bytes)
+        place = index * self._bytes
+        for block, first, elements in runs:
+            transport.write(target, self._slot, place, block, first * size, elements * size)
+            place += elements * size
         if target != index:
             transport.raise_flag(target, epochs.arrived(index), self.number)
 

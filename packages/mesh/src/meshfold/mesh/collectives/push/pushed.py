@@ -7,7 +7,10 @@ watchdog counts, and results equal the collectives'. Only reduce-scatter's sum i
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -98,22 +101,36 @@ def reduce_scatter_push(x: Tensor, group: Group, *, dtype: torch.dtype | None = 
 
 
 def reduce_scatter_push_squares(
-    x: Tensor, group: Group, *, dtype: torch.dtype | None = None
+    x: Tensor | Sequence[Tensor], group: Group, *, dtype: torch.dtype | None = None
 ) -> tuple[Pending, Tensor | None]:
     """Start the sum of :func:`reduce_scatter_push`, and the sums of its squares in the same pass.
+
+    Args:
+        x: contiguous; or contiguous tensors of one dtype, which stand for one flat tensor of their elements: they are pushed from
+            where they are. None must change before the result has been waited for.
+        group: all of its ranks must call, with as many elements.
+        dtype: of the result; by default the dtype of x.
 
     Returns:
         The sum, and for every 65,536 elements of it their squares, added up in float64 in the order of
         ``meshfold.kernels.sum_of_squares``: complete once the sum has been waited for. None where nothing was measured:
         the ranks cannot push to each other, or the result's squares are not exact in float64.
     """
-    return _reduce_scatter(x, group, dtype, squares=True)
+    if isinstance(x, Tensor):
+        return _reduce_scatter(x, group, dtype, squares=True)
+    # A tensor without memory of its own has the size for whoever records the call.
+    stands_for = x[0].new_empty(1).expand(sum(run.numel() for run in x))
+    found = channel(group, stands_for.device) if group.size > 1 else None
+    if found is None:
+        return _reduce_scatter(torch.cat([run.reshape(-1) for run in x]), group, dtype, squares=True)
+    return _reduce_scatter(stands_for, group, dtype, squares=True, runs=x)
 
 
 def _reduce_scatter(
-    x: Tensor, group: Group, dtype: torch.dtype | None, *, squares: bool
+    x: Tensor, group: Group, dtype: torch.dtype | None, *, squares: bool, runs: Sequence[Tensor] = ()
 ) -> tuple[Pending, Tensor | None]:
-    if x.shape[0] % group.size or not x.is_contiguous():
+    """See :func:`reduce_scatter_push_squares`; ``runs``: hold the elements of ``x``, which has only their number and dtype."""
+    if x.shape[0] % group.size or not all(each.is_contiguous() for each in runs or [x]):
         raise CollectiveError(
             f"reduce_scatter_push of {tuple(x.shape)} with strides {x.stride()} over {group.size} ranks: dim 0 must be a multiple "
             f"of {group.size}, and the tensor contiguous; pass x.contiguous()"
@@ -123,9 +140,9 @@ def _reduce_scatter(
         wide = x if dtype is None else x.to(dtype)
         return reduce_scatter(wide, group, 0, async_op=True), None
     call = note_call("reduce_scatter", group, x, detail=0, later=True)
-    parts = x.view(group.size, -1)
+    elements, laid = x.numel() // group.size, _Laid(runs or [x])
     out = x.new_empty((x.shape[0] // group.size, *x.shape[1:]), dtype=dtype or x.dtype)
-    flat, own, transport, elements = out.view(-1), parts[group.index], found.transport, parts.shape[1]
+    flat, transport, own = out.view(-1), found.transport, group.index * elements
     to = tuple(targets(group.index, group.size))
     measured: Tensor | None = None
     together = SQUARED_TOGETHER if squares and has_exact_squares(out.dtype) else 1
@@ -137,19 +154,45 @@ def _reduce_scatter(
             exchange = found.begin((stop - start,), x.dtype)
             with transport.on("send"):
                 for target in to:
-                    exchange.write(target, x, target * elements + start)
+                    exchange.write_runs(target, laid.cut(target * elements + start, stop - start))
             with transport.on("receive"):
+                mine = laid.whole(own + start, stop - start)
+                if mine is None:
+                    exchange.write_runs(group.index, laid.cut(own + start, stop - start))
                 exchange.arrive()
                 sum_parts(
                     exchange.blocks(),
-                    own[start:stop],
+                    exchange.blocks()[group.index] if mine is None else mine,
                     group.index,
                     flat[start:stop],
                     squares=None if measured is None else measured[start // together : -(-stop // together)],
                     stream=transport.handle(),
                 )
                 exchange.release()
-    return Pending(out, streams.join, waits=False, call=call if x.is_cuda else None, keep=x), measured
+    return Pending(out, streams.join, waits=False, call=call if x.is_cuda else None, keep=laid), measured
+
+
+class _Laid:
+    """A flat tensor whose elements lie in runs of memory, one after the other."""
+
+    def __init__(self, runs: Sequence[Tensor]) -> None:
+        self._runs = [run.view(-1) for run in runs]
+        self._ends = [*accumulate(run.numel() for run in self._runs)]
+
+    def cut(self, first: int, elements: int) -> Iterator[tuple[Tensor, int, int]]:
+        """Yield where some elements lie: memory, the first element in it, and how many."""
+        place = bisect_right(self._ends, first)
+        while elements:
+            run, end = self._runs[place], self._ends[place]
+            count = min(elements, end - first)
+            if count:
+                yield run, run.numel() - (end - first), count
+            first, elements, place = first + count, elements - count, place + 1
+
+    def whole(self, first: int, elements: int) -> Tensor | None:
+        """Return elements that lie in one run; None if they do not."""
+        (run, start, count), *_ = self.cut(first, elements)
+        return run[start : start + count] if count == elements else None
 
 
 class _Streams:
