@@ -44,7 +44,7 @@ class FSDP2:
             fully_shard(block, **options)
         self.model = LossAlone(model)
         fully_shard(self.model, **options)
-        self.clip = args.clip
+        self.clip, self.micro_steps, self.reshard = args.clip, args.micro_steps, reshard
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=args.lr, fused=True)
         self.rates = work.rates(self.optimizer)
         self.flags = {
@@ -58,13 +58,18 @@ class FSDP2:
         return batch.chunk(self.ranks)[self.rank].to(self.device)
 
     def step(self, ids: Tensor) -> float:
-        loss = self.model(ids)
-        loss.backward()
+        total = torch.zeros((), device=self.device)
+        for number, rows in enumerate(ids.chunk(self.micro_steps), 1):
+            # Gradients are summed over the ranks in each micro-step: whole ones in float32 do not fit.
+            self.model.set_reshard_after_backward(self.reshard or number == self.micro_steps)  # type: ignore[operator]
+            loss = self.model(rows) / self.micro_steps
+            loss.backward()
+            total += loss.detach()
         nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
         self.optimizer.step()
         self.rates.step()
         self.optimizer.zero_grad()
-        mean = loss.detach().float() / self.ranks  # every rank has as many tokens
+        mean = total / self.ranks  # every rank has as many tokens
         dist.all_reduce(mean)
         return float(mean)
 

@@ -69,17 +69,20 @@ class Ours:
             optimizer=dict(name="adamw", lr=args.lr),
             precision=precision,
             clip_grad_norm=args.clip,
+            gradient_accumulation=args.micro_steps,
             lr_scheduler=work.rates,
         )
         self.device, self.rank = self.engine.device, self.engine.mesh.rank
         self.flags = {"parallel": dict(spec), "precision": precision, "compiled blocks": compiled}
 
-    def prepare(self, batch: Tensor) -> dict[str, Tensor]:
-        mine: Tensor = self.engine.shard_batch(batch).to(self.device)
-        return {"input_ids": mine, "labels": mine}
+        self.micro_steps: int = args.micro_steps
 
-    def step(self, batch: dict[str, Tensor]) -> float:
-        return self.engine.train_step(batch)
+    def prepare(self, batch: Tensor) -> list[dict[str, Tensor]]:
+        rows = [self.engine.shard_batch(part).to(self.device) for part in batch.chunk(self.micro_steps)]
+        return [{"input_ids": mine, "labels": mine} for mine in rows]
+
+    def step(self, batch: list[dict[str, Tensor]]) -> float:
+        return sum(self.engine.train_step(rows) for rows in batch) / self.micro_steps
 
     def close(self) -> None:
         self.engine.close()

@@ -35,8 +35,9 @@ def described(result: dict[str, Any]) -> str:
     """The table in Markdown, the bars below it."""
     s, m = result["settings"], result["machine"]
     gpu = m.get("gpu", "CPU")
+    parts = f" in {s['micro_steps']} micro-steps" if "micro_steps" in s else ""
     lines = [
-        f"{s['model']}, {s['rows']} × {s['seq_len']} tokens a step over {s['ranks']} ranks, {s['precision']}, AdamW at "
+        f"{s['model']}, {s['rows']} × {s['seq_len']} tokens a step{parts} over {s['ranks']} ranks, {s['precision']}, AdamW at "
         f"{s['lr']:g} after a rise of {s['rise']} steps, clipped at {s['clip']:g}, nothing recomputed; {gpu}, torch "
         f"{m['torch']}. Each contestant in processes of its own, from the same weights, on the same batches. Times are "
         "medians of all steps but the first "

@@ -75,6 +75,7 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, default=4, choices=sorted(SPECS), help="local ranks, one a GPU")
     parser.add_argument("--model", default="llama-8b", help="a preset of our Llama")
     parser.add_argument("--rows", type=int, default=8, help="sequences of a step's whole batch")
+    parser.add_argument("--micro-steps", type=int, default=1, help="parts of a step's batch, one after the other")
     parser.add_argument("--seq-len", type=int, default=4096, help="tokens a sequence")
     parser.add_argument("--steps", type=int, default=50, help="of the first start: the loss curve")
     parser.add_argument("--warm-up", type=int, default=5, help="steps of each start that are not timed")
@@ -94,10 +95,15 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
         raise SystemExit(f"--model {args.model}: a Llama, as in llama-8b")
     if args.rise < 1:
         raise SystemExit(f"--rise {args.rise}: steps in which the learning rate rises, at least 1")
-    if args.seq_len % 2 or args.rows % args.ranks or not 0 < args.warm_up < args.steps:
+    if (
+        args.seq_len % 2
+        or args.micro_steps < 1
+        or args.rows % (args.ranks * args.micro_steps)
+        or not 0 < args.warm_up < args.steps
+    ):
         raise SystemExit(
-            f"--seq-len {args.seq_len} must be even, --rows {args.rows} a multiple of --ranks {args.ranks}, and --steps "
-            f"{args.steps} more than --warm-up {args.warm_up}, which must be at least 1"
+            f"--seq-len {args.seq_len} must be even, --rows {args.rows} a multiple of --ranks {args.ranks} times --micro-steps "
+            f"{args.micro_steps}, and --steps {args.steps} more than --warm-up {args.warm_up}, which must be at least 1"
         )
     return args
 
@@ -105,6 +111,8 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
 def _opened(args: argparse.Namespace) -> dict[str, Any]:
     """The result to add to: what is there if it was measured with the same settings, else a new one."""
     settings = {name: value for name, value in vars(args).items() if name not in NOT_SETTINGS}
+    if args.micro_steps == 1:  # as in results that are older than it
+        del settings["micro_steps"]
     fresh = {"area": "specs", "machine": machine(), "settings": settings, "contestants": {}}
     if not args.out.exists():
         return fresh
