@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -229,6 +231,47 @@ def test_casts_made_at_once_have_the_same_bits(compiled: bool, monkeypatch: pyte
     casts = [each.dequantize() for each in fp8_cast_weight(w, recipe)]
     assert torch.equal(casts[0], to_fp8(w, rows=True).dequantize())
     assert torch.equal(casts[1], to_fp8(w.t(), rows=True).dequantize())
+
+
+class LargestOfTwo:
+    """The amax over the tokens of two ranks, of which the other has larger values."""
+
+    def __init__(self) -> None:
+        self.asked: list[torch.Size] = []
+
+    def reduces(self, dims: tuple[str, ...]) -> bool:
+        return "m" in dims
+
+    def __call__(self, amax: Tensor, dims: tuple[str, ...]) -> Tensor:
+        self.asked.append(amax.shape)
+        return torch.clamp(amax, min=3.0)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_casts_over_ranks_have_the_same_bits_in_two_readings(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = FP8_RECIPES["rowwise"]
+    x, w, dy = draw(48, 64, 0), draw(32, 64, 1), draw(48, 32, 2)
+    maximum = LargestOfTwo()
+    wanted = fp8_input_gradient(dy, w, recipe, maximum), fp8_weight_gradient(dy, x, recipe, maximum)
+    assert maximum.asked == [(32, 1), (64, 1)]  # by the reference
+    kernels: list[str] = []
+
+    def twin(reference: Callable[..., Any], x: Tensor) -> Callable[..., Any]:
+        kernels.append(reference.__name__)
+        return lambda *given: reference(*given)
+
+    monkeypatch.setattr(dispatch, "twin", twin)
+    if compiled:  # as on a GPU where "triton" is chosen
+        monkeypatch.setattr(fp8_casts, "_compiles_kernels", lambda x: torch.compiler.is_compiling())
+    maximum.asked.clear()
+    product = bind_fp8_matmul(recipe, maximum)
+    given, weight = x.clone().requires_grad_(), w.clone().requires_grad_()
+    torch.compiler.reset()
+    (torch.compile(product, backend="aot_eager") if compiled else product)(given, weight).backward(dy)
+    for found, want in zip((given.grad, weight.grad), wanted, strict=True):
+        assert found is not None and torch.equal(found, want)
+    assert set(maximum.asked) == {(32,), (64,)}
+    assert kernels.count("largest_magnitudes") == kernels.count("cast_turned") == 2
 
 
 def test_compiled_code_on_a_gpu_casts_in_triton_unless_the_reference_is_chosen() -> None:

@@ -20,7 +20,7 @@ from torch import Tensor
 from meshfold import kernels as K
 from meshfold.kernels import dispatch
 from meshfold.kernels.activations import gated, gated_and_cast
-from meshfold.kernels.fp8_casts import cast_both, cast_rows, cast_scaled, turn
+from meshfold.kernels.fp8_casts import cast_both, cast_rows, cast_scaled, cast_turned, largest_magnitudes, turn
 from meshfold.kernels.norms import whole, whole_and_cast
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -131,6 +131,20 @@ def test_casts_with_given_scales_have_the_bits_of_the_reference(shape: tuple[int
         assert torch.equal(got.view(torch.uint8), want.view(torch.uint8)), along
     turned = dispatch.twin(turn, rows)(got, rows)
     assert turned.is_contiguous() and torch.equal(turned.view(torch.uint8), got.view(torch.uint8).t())
+
+
+@pytest.mark.parametrize("both", [False, True])
+def test_casts_by_a_given_amax_have_the_bits_of_the_reference(both: bool) -> None:
+    x = seeded(36, 40, dtype=torch.bfloat16)
+    x[0, 0], x[3] = 0.0, 0.0
+    measured = dispatch.twin(largest_magnitudes, x)(x, both)
+    assert torch.equal(measured, largest_magnitudes(x, both)) and measured.shape == (40 + 36 * both,)
+    odd = x.clone()
+    odd[-1, -1], odd[0, 7] = float("inf"), float("nan")
+    assert torch.equal(dispatch.twin(largest_magnitudes, odd)(odd, both), largest_magnitudes(odd, both))
+    amax = measured * 3.0  # as if other ranks had larger values
+    for got, want in zip(dispatch.twin(cast_turned, x)(x, amax, both), cast_turned(x, amax, both), strict=True):
+        assert torch.equal(got[0].view(torch.uint8), want[0].view(torch.uint8)) and torch.equal(got[1], want[1])
 
 
 @pytest.mark.parametrize("stride", [11, pytest.param(1, marks=pytest.mark.slow)])

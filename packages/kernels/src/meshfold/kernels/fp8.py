@@ -38,7 +38,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from meshfold.kernels.fp8_casts import LEAST_AMAX, cast_matrix, cast_matrix_both, power_scale
+from meshfold.kernels.fp8_casts import LEAST_AMAX, cast_matrix, cast_matrix_both, cast_turned_over, power_scale
 
 Fp8Dim = Literal["m", "k", "n"]
 """Dim of a matmul ``y[m, n] = x[m, k] w[k, n]``."""
@@ -207,10 +207,10 @@ class Fp8Casts:
 
     def make_both(self) -> Fp8Casts:
         """Make both casts now, in fewer passes over the matrix where the recipe and the ranks let it; return the object."""
-        recipe, matrix = self._recipe, self.matrix
-        alone = all(_over(self._maximum, recipe, *dims) is None for dims in (("m", self._dim), (self._dim, "m")))
-        plain = recipe.rows and not recipe.block and self._dtype is torch.float8_e4m3fn
-        both = cast_matrix_both(matrix) if plain and alone and matrix.shape[0] % recipe.multiple == 0 else None
+        recipe, matrix, over = self._recipe, self.matrix, _over(self._maximum, self._recipe, self._dim, "m")
+        if not self._is_plain or matrix.shape[0] % recipe.multiple or _over(self._maximum, recipe, "m", self._dim):
+            return self
+        both = cast_matrix_both(matrix) if over is None else cast_turned_over(matrix, over, both=True)
         if both is not None:
             self._rows = Fp8Tensor(values=both[0][0], inverse=both[0][1])
             self._columns = Fp8Tensor(values=both[1][0], inverse=both[1][1])
@@ -231,8 +231,17 @@ class Fp8Casts:
             if missing:  # rows of zeros change no scale and no sum
                 matrix = functional.pad(matrix, (0, 0, 0, missing))
             over = _over(self._maximum, self._recipe, self._dim, "m")
-            self._columns = _cast(matrix.t(), self._recipe, over, self._dtype)
+            turned = cast_turned_over(matrix, over, both=False) if over is not None and self._is_plain else None
+            if turned is not None:
+                self._columns = Fp8Tensor(values=turned[1][0], inverse=turned[1][1])
+            else:
+                self._columns = _cast(matrix.t(), self._recipe, over, self._dtype)
         return self._columns
+
+    @property
+    def _is_plain(self) -> bool:
+        """True if the casts have scales of rows and the format of the kernels."""
+        return self._recipe.rows and not self._recipe.block and self._dtype is torch.float8_e4m3fn
 
     def free_rows(self) -> None:
         """Release the cast that sums over c."""

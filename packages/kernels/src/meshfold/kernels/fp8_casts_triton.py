@@ -243,34 +243,43 @@ def cast_rows(x: Tensor) -> Cast:
 def cast_columns(x: Tensor) -> Cast:
     if x.stride(1) != 1:
         return plain.cast_columns(x)
-    return _cast_turned(x, both=False)[1]
+    return cast_turned(x, largest_magnitudes(x, False), False)[1]
 
 
 def cast_both(x: Tensor) -> tuple[Cast, Cast]:
     if x.stride(1) != 1:
         return plain.cast_both(x)
-    return _cast_turned(x, both=True)
+    return cast_turned(x, largest_magnitudes(x, True), True)
 
 
-def _cast_turned(x: Tensor, *, both: bool) -> tuple[Cast, Cast]:
-    """Cast the transpose, and the matrix itself if ``both``; else its values are empty."""
+def largest_magnitudes(x: Tensor, both: bool) -> Tensor:
+    if x.stride(1) != 1:
+        return plain.largest_magnitudes(x, both)
+    rows, columns = x.shape
+    amax = torch.zeros(columns + rows if both else columns, dtype=torch.int32, device=x.device)
+    parts = max(1, min(_MOST_PARTS, rows // _PART_ROWS))
+    high, wide = _AMAX_TILE
+    grid = (triton.cdiv(columns, wide), parts)
+    sizes = (rows, columns, x.stride(0))
+    launch(_amax, grid, x, x, amax, *sizes, triton.cdiv(rows, parts), BOTH=both, HIGH=high, WIDE=wide, num_warps=4)
+    return amax.view(torch.float32)
+
+
+def cast_turned(x: Tensor, amax: Tensor, both: bool) -> tuple[Cast, Cast]:
+    if x.stride(1) != 1:
+        return plain.cast_turned(x, amax, both)
     rows, columns = x.shape
     kept = rows if both else 0
     values = torch.empty(kept, columns, dtype=torch.uint8, device=x.device)
     inverse = torch.empty(kept, 1, dtype=torch.float32, device=x.device)
     turned = torch.empty(columns, rows, dtype=torch.uint8, device=x.device)
     turned_inverse = torch.empty(columns, 1, dtype=torch.float32, device=x.device)
-    amax = torch.zeros(columns + kept, dtype=torch.int32, device=x.device)
-    parts = max(1, min(_MOST_PARTS, rows // _PART_ROWS))
-    high, wide = _AMAX_TILE
-    grid = (triton.cdiv(columns, wide), parts)
-    sizes = (rows, columns, x.stride(0))
-    launch(_amax, grid, x, x, amax, *sizes, triton.cdiv(rows, parts), BOTH=both, HIGH=high, WIDE=wide, num_warps=4)
     grid = (triton.cdiv(rows, _TALL), triton.cdiv(columns, _TILE))
     fours = rows % 4 == 0
     settings = dict(BOTH=both, FOURS=fours, HIGH=_TALL, WIDE=_TILE, CONVERTS=converts(x), num_warps=8)
     to = turned.view(torch.int32) if fours else turned
-    launch(_columns, grid, x, x, amax, values, inverse, to, turned_inverse, *sizes, **settings)
+    bits = amax.contiguous().view(torch.int32)
+    launch(_columns, grid, x, x, bits, values, inverse, to, turned_inverse, rows, columns, x.stride(0), **settings)
     return (values.view(torch.float8_e4m3fn), inverse), (turned.view(torch.float8_e4m3fn), turned_inverse)
 
 
