@@ -114,7 +114,7 @@ def agree(runs: list[Run]) -> Run:
     return runs[0]
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("member", "following", "steps", "more"), members())
 def test_it_trains_as_one_process_and_goes_on_under_another_spec(
     member: Member, following: Member, steps: int, more: int, tmp_path: Path, found: list[Found]

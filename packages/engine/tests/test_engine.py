@@ -154,7 +154,7 @@ SPECS_OF_4: list[dict[str, Any]] = [
 def test_four_ranks_in_every_tensor_mode_are_the_serial_model(rest: bool) -> None:
     """Each mode, and one of them beside data; the slow test has the other grids and mixtures."""
     for number, parallel in enumerate(SPECS_OF_4):
-        if (number not in (1, 2, 4, 5, 6)) != rest:
+        if (number not in (1, 2, 5, 6)) != rest:  # 2.5d is in the test on eight ranks
             continue
         model = ("gpt", "llama", "untied_gpt")[number % 3]
         # 5 rows: filled up, inside, to what the mode can split.
@@ -171,7 +171,7 @@ def test_four_ranks_in_every_tensor_mode_are_the_serial_model(rest: bool) -> Non
 )
 @ranks(8)
 def test_eight_ranks_are_the_serial_model(parallel: dict[str, Any]) -> None:
-    compare("llama", parallel, rows=8, steps=2, accumulation=2, clip=0.5)
+    compare("llama", parallel, rows=8, steps=1, accumulation=2, clip=0.5)
 
 
 class TwoPaths(nn.Module):

@@ -32,14 +32,16 @@ def one_by_one(*, ranks: int, microbatches: int) -> str:
     )
 
 
+# Schedules as such are the tests of packages/pipeline. Here: one chunk a rank and two, weight gradients apart, dropout, and a
+# function of the user's.
 SCHEDULES: list[Case] = [
-    (ordered("gpipe"), "gpt", {}),
-    (ordered("1f1b"), "tied", {}),
     (ordered("zb-h1"), "dropping", {}),
     (ordered("interleaved"), "llama", {}),
     (ordered(one_by_one), "tied", {}),
 ]
 MORE_SCHEDULES: list[Case] = [
+    (ordered("gpipe"), "gpt", {}),
+    (ordered("1f1b"), "tied", {}),
     (ordered("zb-h2"), "llama", {}),
     (ordered("zb-v"), "dropping", {}),
     (ordered("hanayo", waves=1), "gpt", {}),
@@ -252,7 +254,7 @@ LEGS: list[tuple[int, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize("legs", [LEGS[1:4], pytest.param(LEGS, marks=pytest.mark.slow)], ids=["some", "all"])
+@pytest.mark.parametrize("legs", [LEGS[2:4], pytest.param(LEGS, marks=pytest.mark.slow)], ids=["some", "all"])
 def test_a_run_handed_from_spec_to_spec_is_the_unbroken_run(
     legs: list[tuple[int, dict[str, Any]]], tmp_path: Path
 ) -> None:
@@ -264,7 +266,7 @@ def test_a_run_handed_from_spec_to_spec_is_the_unbroken_run(
 
 def text(parallel: dict[str, Any]) -> Tensor:
     with engine_of(parallel, "dropping") as engine:
-        train(engine, batches(2))
+        engine.train_step(engine.shard_batch(batches(1)[0]))
         ids = batches(1)[0]["input_ids"][:3, :4]
         return generate(engine.generator, ids, 5, temperature=0.0)
 

@@ -71,7 +71,7 @@ def frozen() -> nn.Module:
     return model
 
 
-MODELS.update(rooted=Rooted, frozen=frozen, deep=partial(gpt, layers=8, dropout=0.2))
+MODELS.update(rooted=Rooted, frozen=frozen, deep=partial(gpt, layers=6, dropout=0.2))
 
 
 @contextmanager
@@ -251,11 +251,10 @@ def test_evaluation_and_text_between_steps() -> None:
     """Forwards alone gather, release, and see what the last step has made of the weights."""
     given = batches(3)
     with small_chunks(), engine_of(ordered("1f1b"), "dropping") as engine:
-        for batch in given[:2]:
-            engine.train_step(engine.shard_batch(batch))
+        engine.train_step(engine.shard_batch(given[0]))
         first = engine.eval_step(engine.shard_batch(given[2]))
         ids = given[0]["input_ids"][:3, :4]
-        text = generate(engine.generator, ids, 4, temperature=0.0)
+        text = generate(engine.generator, ids, 2, temperature=0.0)
         assert not any(chunk.is_gathered for chunk in gemini_of(engine).chunks if not chunk.resident)
         state = engine.full_state_dict()
         changed = {name: value * 1.5 for name, value in state.items()}
@@ -263,7 +262,7 @@ def test_evaluation_and_text_between_steps() -> None:
         assert engine.eval_step(engine.shard_batch(given[2])) != pytest.approx(first, rel=1e-6)
         engine.load_state_dict(state)
         assert engine.eval_step(engine.shard_batch(given[2])) == pytest.approx(first, rel=1e-12)
-        assert text.shape == (3, 8)
+        assert text.shape == (3, 6)
 
 
 # -- checkpoints ------------------------------------------------------------------------------------------------------
@@ -289,7 +288,7 @@ LEGS: list[tuple[int, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize("legs", [LEGS[:3], pytest.param(LEGS, marks=pytest.mark.slow)], ids=["some", "all"])
+@pytest.mark.parametrize("legs", [[LEGS[0], LEGS[2]], pytest.param(LEGS, marks=pytest.mark.slow)], ids=["some", "all"])
 def test_a_run_handed_from_spec_to_spec_is_the_unbroken_run(
     legs: list[tuple[int, dict[str, Any]]], tmp_path: Path
 ) -> None:

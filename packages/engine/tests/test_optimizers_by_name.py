@@ -22,7 +22,7 @@ sys.path.append(str(Path(__file__).parent))  # for the helpers beside this file,
 import expert_cases
 from pipeline_cases import MODELS, Case, batches, compare, engine_of, relay
 
-STEPS, FEW = 10, 5  # of the tests that have every spec, and of those that have a diagonal
+STEPS, FEW = 10, 4  # of the tests that have every spec, and of those that have a diagonal
 SMALL: dict[str, dict[str, Any]] = {
     # A large epsilon: else gradients that are zero but for rounding, such as those of key biases, count as much as others.
     "lamb": dict(name="lamb", lr=0.02, betas=(0.8, 0.95), eps=1e-4, weight_decay=0.1),
@@ -32,11 +32,11 @@ SMALL: dict[str, dict[str, Any]] = {
     "adafactor_hf": dict(name="adafactor_hf", beta1=0.9),
     "came": dict(name="came", lr=1e-3, eps=(1e-12, 1e-12)),
     "muon": dict(name="muon", lr=0.02, adamw_lr=3e-3, adamw_eps=1e-4, ns_dtype="same"),
-    "galore_adamw": dict(name="galore_adamw", lr=1e-2, eps=1e-4, rank=4, update_proj_gap=4),
+    "galore_adamw": dict(name="galore_adamw", lr=1e-2, eps=1e-4, rank=4, update_proj_gap=3),
     "galore_8bit": dict(
-        name="galore_adamw", lr=1e-2, eps=1e-4, rank=4, update_proj_gap=4, projection="randomized", eight_bit=True
+        name="galore_adamw", lr=1e-2, eps=1e-4, rank=4, update_proj_gap=3, projection="randomized", eight_bit=True
     ),
-    "galore_adafactor": dict(name="galore_adafactor", lr=1e-2, eps=(1e-12, 1e-3), beta1=0.9, rank=4, update_proj_gap=4),
+    "galore_adafactor": dict(name="galore_adafactor", lr=1e-2, eps=(1e-12, 1e-3), beta1=0.9, rank=4, update_proj_gap=3),
 }
 TENSOR: list[dict[str, Any]] = [
     dict(tensor=dict(mode="1d", size=2)),
@@ -57,7 +57,7 @@ def cases(name: str, model: str, specs: list[dict[str, Any]], **settings: Any) -
 def test_norms() -> None:
     """Norms of whole tensors, also of those that some ranks share and of which a rank has a few elements."""
     lamb, lars = cases("lamb", "llama", TENSOR_ZERO), cases("lars", "llama", [TENSOR[2], *HOST])
-    compare(4, [*lamb, *lars, *cases("lamb", "tied", [PIPELINE[1]])], batches(3))
+    compare(4, [*lamb, *lars, *cases("lamb", "tied", [PIPELINE[1]])], batches(2))
 
 
 @pytest.mark.parametrize("make", [partial(Lamb, lr=0.02, weight_decay=0.1), partial(Lars, lr=0.5, nesterov=True)])
@@ -196,13 +196,12 @@ EIGHT: list[dict[str, Any]] = [
 @pytest.mark.few(2)
 @pytest.mark.parametrize("parallel", [TENSOR[2], *TENSOR_ZERO, ZERO[2], *HOST, PIPELINE[1]], ids=str)
 def test_elements(parallel: dict[str, Any]) -> None:
-    compare(4, cases("lion", "llama", [parallel]), batches(3))
+    compare(4, cases("lion", "llama", [parallel]), batches(2))
 
 
 def test_muon_by_roles() -> None:
     """Roles are those of the whole model, whatever a rank has of it."""
-    compare(4, cases("muon", "llama", [ZERO[2], *PIPELINE_TENSOR]), batches(3))
-    compare(4, cases("muon", "tied", [PIPELINE[1]]), batches(3))
+    compare(4, [*cases("muon", "llama", PIPELINE_TENSOR), *cases("muon", "tied", [PIPELINE[1]])], batches(2))
     for found in run_on_ranks(4, groups_of_muon, [dict(zero=dict(stage=1)), TENSOR[2]]):
         for groups, rates in found:
             assert groups == {"matrices": 4 * 4, "embeddings": 1, "head": 1, "norms_and_biases": 4 * 2 + 1}
@@ -284,7 +283,7 @@ def test_each_matrix_is_orthogonalised_by_one_rank(specs: list[tuple[str, dict[s
 
 
 DIAGONAL: dict[str, list[dict[str, Any]]] = {
-    "adafactor": [{}, ZERO[0], TENSOR[2]],
+    "adafactor": [ZERO[0], TENSOR[2]],
     "adafactor_hf": [ZERO[2], *TENSOR_ZERO],
     "came": [PIPELINE[1], *PIPELINE_TENSOR, TENSOR[2]],
     "galore_adamw": [*PIPELINE_TENSOR, TENSOR[2]],
@@ -316,16 +315,15 @@ Sums = list[list[tuple[str, tuple[str, ...], int]]]
 
 
 def norm_collectives(specs: list[dict[str, Any]]) -> Sums:
-    """Return the collectives that two steps send with LAMB and not with Lion: kind, axes and bytes."""
+    """Return the collectives that a step sends with LAMB and not with Lion: kind, axes and bytes."""
     found = []
     for spec in specs:
         counts = []
         for name in ("lamb", "lion"):
-            with engine_of(spec, "llama", optimizer=SMALL[name]) as engine:
+            with engine_of(spec, "shallow", optimizer=SMALL[name]) as engine:
                 engine.train_step(engine.shard_batch(batches(1)[0]))
                 with record() as log:
-                    for batch in batches(2):
-                        engine.train_step(engine.shard_batch(batch))
+                    engine.train_step(engine.shard_batch(batches(1)[0]))
                 counts.append(Counter((one.kind, one.axes, one.block_bytes) for one in log.entries))
         assert not counts[1] - counts[0]
         found.append(list((counts[0] - counts[1]).elements()))
@@ -334,12 +332,12 @@ def norm_collectives(specs: list[dict[str, Any]]) -> Sums:
 
 def test_all_norms_are_summed_in_one_collective_a_step() -> None:
     """Two numbers a tensor in one all-reduce; none where every rank has whole tensors."""
-    size = 2 * 8 * len(list(MODELS["llama"]().parameters()))
+    size = 2 * 8 * len(list(MODELS["shallow"]().parameters()))
     specs: list[dict[str, Any]] = [dict(data=4), TENSOR[2], TENSOR_ZERO[0]]
     axes = [None, ("row", "col"), ("data", "tensor")]
     for found in run_on_ranks(4, norm_collectives, specs):
         for sent, over in zip(found, axes, strict=True):
-            assert sent == ([] if over is None else 2 * [("all_reduce", over, size)])
+            assert sent == ([] if over is None else [("all_reduce", over, size)])
 
 
 def leg(
@@ -373,14 +371,14 @@ def came_leg(*arguments: Any) -> Any:
 @pytest.mark.few(1)
 @pytest.mark.parametrize("one", [lamb_leg, lars_leg])
 def test_state_of_zero_3_goes_on_under_tensor_parallelism(one: Callable[..., Any], tmp_path: Path) -> None:
-    legs: list[tuple[int, dict[str, Any]]] = [(4, ZERO[2]), (2, TENSOR[0]), (4, PIPELINE[1]), (1, {})]
+    legs: list[tuple[int, dict[str, Any]]] = [(4, ZERO[2]), (2, TENSOR[0]), (2, PIPELINE[0])]
     relay(legs, one, tmp_path)
 
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("one", [adafactor_leg, came_leg])
 def test_state_of_owners_goes_on_elsewhere(one: Callable[..., Any], tmp_path: Path) -> None:
-    relay([(4, ZERO[2]), (2, PIPELINE[0]), (1, {})], one, tmp_path)
+    relay([(4, ZERO[2]), (2, PIPELINE[0])], one, tmp_path)
 
 
 def muon_leg(*arguments: Any) -> Any:
@@ -392,11 +390,11 @@ def galore_leg(*arguments: Any) -> Any:
 
 
 def test_projections_go_on_under_another_spec(tmp_path: Path) -> None:
-    relay([(4, ZERO[2]), (2, TENSOR[0]), (1, {})], galore_leg, tmp_path)
+    relay([(2, ZERO[2]), (2, TENSOR[0])], galore_leg, tmp_path)
 
 
 def test_state_of_muon_goes_on_without_zero(tmp_path: Path) -> None:
-    relay([(4, ZERO[2]), (2, {}), (1, ZERO[0])], muon_leg, tmp_path)
+    relay([(4, ZERO[2]), (2, {})], muon_leg, tmp_path)
 
 
 @pytest.mark.slow

@@ -68,7 +68,7 @@ def planned(parallel: dict[str, Any], model: str, given: list[dict[str, Tensor]]
 @pytest.mark.few(1)
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
 def test_every_stage_is_planned_and_training_is_that_of_one_process(schedule: str) -> None:
-    given = batches(4)
+    given = batches(3)
     wanted = run({}, "dropping", given)
     parallel = staged(schedule, gpu_memory_limit="280KiB")
     found = run_on_ranks(4, planned, parallel, "dropping", given)
@@ -136,7 +136,7 @@ def test_activations_of_all_micro_batches_under_way_are_counted() -> None:
 
 
 def test_blocks_keep_their_activations_where_they_fit() -> None:
-    given = batches(4)
+    given = batches(3)
     wanted = run({}, "dropping", given)
     parallel = staged(gpu_memory_limit="100MiB")
     for seen, words in run_on_ranks(4, planned, parallel, "dropping", given, recompute="auto"):

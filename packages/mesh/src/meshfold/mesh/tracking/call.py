@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -66,24 +67,45 @@ Rule = Callable[[Call], list[Dims]]
 
 def bind_arguments(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments by the names of an operation's schema."""
-    found: dict[str, Any] = {}
-    for place, argument in enumerate(function._schema.arguments):
-        if place < len(args):
-            found[argument.name] = args[place]
-        elif argument.name in kwargs:
+    arguments = _arguments(function)
+    found: dict[str, Any] = {argument.name: value for argument, value in zip(arguments, args, strict=False)}
+    for argument in arguments[len(args) :]:
+        if argument.name in kwargs:
             found[argument.name] = kwargs[argument.name]
-        elif argument.has_default_value():
-            found[argument.name] = argument.default_value
+        elif argument.has_default:
+            found[argument.name] = argument.default
     return found
 
 
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors in an argument or a result."""
+class _Argument(NamedTuple):
+    """An argument of an operation's schema, whose own attributes are slow to read."""
+
+    name: str
+    has_default: bool
+    default: Any
+    is_written: bool
+
+
+@cache
+def _arguments(function: Any) -> tuple[_Argument, ...]:
+    return tuple(
+        _Argument(
+            a.name,
+            a.has_default_value(),
+            a.default_value,
+            a.alias_info is not None and a.alias_info.is_write,
+        )
+        for a in function._schema.arguments
+    )
+
+
+def tensors_in(value: Any) -> Sequence[Tensor]:
+    """Return the tensors in an argument or a result."""
     if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from tensors_in(item)
+        return (value,)
+    if not isinstance(value, list | tuple):
+        return ()
+    return [x for item in value for x in tensors_in(item)]
 
 
 def as_list(out: Any) -> list[Any]:
@@ -95,8 +117,8 @@ def written_tensors(function: Any, given: Mapping[str, Any]) -> list[Tensor]:
     """Return the arguments that an operation writes to."""
     return [
         value
-        for a in function._schema.arguments
-        if a.alias_info is not None and a.alias_info.is_write and isinstance(value := given.get(a.name), Tensor)
+        for argument in _arguments(function)
+        if argument.is_written and isinstance(value := given.get(argument.name), Tensor)
     ]
 
 

@@ -8,11 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Literal
 
 
 class MixesError(Exception):
     """An operation reads across a split dim. Never leaves this package: it becomes a LayoutError with the user's line."""
+
+
+_OPEN = ("alike", "unknown")
 
 
 @dataclass(frozen=True)
@@ -35,7 +39,7 @@ class Split:
     @property
     def is_open(self) -> bool:
         """Return True if a factor may be whole or a piece."""
-        return self.kind in ("alike", "unknown")
+        return self.kind in _OPEN
 
 
 UNKNOWN, ALIKE = Split((), "unknown"), Split((), "alike")
@@ -64,6 +68,7 @@ Dim = tuple[Factor, ...]
 Dims = tuple[Dim, ...]
 
 
+@lru_cache(maxsize=4096, typed=True)  # typed: a size that remembers its dim is no plain number
 def whole(size: int) -> Dim:
     """Return a dim that is whole on every rank."""
     return (Factor(size),)
@@ -117,17 +122,20 @@ def unknown_dims(shape: Iterable[int]) -> Dims:
 
 def is_split(dim: Dim) -> bool:
     """Return True if a rank has a piece of the dim."""
-    return any(factor.split is not None and not factor.split.is_open for factor in dim)
+    for factor in dim:  # a loop: a generator takes three times as long, and every operation asks for all dims
+        if factor.split is not None and factor.split.kind not in _OPEN:
+            return True
+    return False
 
 
 def is_open(dim: Dim) -> bool:
     """Return True if the dim may be whole or a shard; only the tensors that it is combined with decide."""
-    return not is_split(dim) and any(factor.split is not None for factor in dim)
+    return not is_whole(dim) and not is_split(dim)
 
 
 def is_unknown(dim: Dim) -> bool:
     """Return True if nothing is known about the dim."""
-    return not is_split(dim) and any(factor.split is not None and factor.split.kind == "unknown" for factor in dim)
+    return is_open(dim) and any(factor.split is not None and factor.split.kind == "unknown" for factor in dim)
 
 
 def is_counted(dim: Dim) -> bool:
@@ -137,7 +145,10 @@ def is_counted(dim: Dim) -> bool:
 
 def is_whole(dim: Dim) -> bool:
     """Return True if every rank has all of the dim; only such dims may be mixed."""
-    return all(factor.split is None for factor in dim)
+    for factor in dim:
+        if factor.split is not None:
+            return False
+    return True
 
 
 def distinct_splits(several: Iterable[Dim]) -> list[Dim]:

@@ -39,7 +39,12 @@ class Records:
     def dims(self, tensor: Tensor) -> Dims:
         """Return the layout of a tensor."""
         memory = self._memory.get(_storage(tensor))
-        if isinstance(tensor, nn.Parameter) and (found := self._parameter_dims(tensor)) is not None:
+        # The type first: a parameter's own check of instances is slow.
+        if (
+            type(tensor) is not Tensor
+            and isinstance(tensor, nn.Parameter)
+            and (found := self._parameter_dims(tensor)) is not None
+        ):
             return found
         if memory is None:
             return whole_dims(tensor.shape)

@@ -44,7 +44,15 @@ _LIBRARIES = ("meshfold", "torch", "transformers", "einops", "numba", "triton", 
 """Whose code is given plain sizes."""
 _UNFLATTEN = (torch.Tensor.unflatten, torch.unflatten)
 _SHAPE: Any = torch.Tensor.shape
-_COUNT = (Tensor.numel, Tensor.nelement, torch.numel)
+_SHAPES = frozenset((_SHAPE.__get__, Tensor.size))
+_COUNT = frozenset((Tensor.numel, Tensor.nelement, torch.numel))
+_METHODS = "untyped_storage stride storage_offset dim is_contiguous is_complex is_floating_point data_ptr element_size"
+_PROPERTIES = "dtype device requires_grad ndim layout is_leaf is_meta is_cuda is_cpu is_sparse is_quantized is_nested grad_fn _version"
+_READS = frozenset(
+    [getattr(Tensor, name) for name in _METHODS.split()]
+    + [getattr(Tensor, name).__get__ for name in _PROPERTIES.split()]
+)
+"""Functions that, of a tensor alone, tell neither sizes nor values: most calls there are, and nothing to track."""
 _SIZED = (
     "view reshape expand broadcast_to unflatten flatten permute transpose movedim unsqueeze squeeze select narrow slice getitem "
     "split split_with_sizes tensor_split chunk unbind repeat tile repeat_interleave roll diagonal tril triu topk resize "
@@ -85,7 +93,9 @@ class OpenSizes(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func == _SHAPE.__get__ or func is Tensor.size:
+        if func in _READS and len(args) == 1 and not kwargs:
+            return func(*args)
+        if func in _SHAPES:
             return self._sizes(args[0], func(*args, **kwargs), args[1:] or tuple(kwargs.values()))
         if func in _COUNT:
             return self._count(args[0], func(*args, **kwargs))
@@ -93,7 +103,7 @@ class OpenSizes(TorchFunctionMode):
         if tracker.is_off:
             return func(*args, **kwargs)
         name = str(getattr(func, "__name__", "")).strip("_")
-        sizes = [*local_sizes_in(args), *local_sizes_in(tuple(kwargs.values()))]
+        sizes = [*local_sizes_in(args), *(local_sizes_in(tuple(kwargs.values())) if kwargs else ())]
         if sizes:
             self._check_values(name, args, kwargs, sizes)
         if tracker.flat and args and _asked_by_the_model(2):
