@@ -47,7 +47,9 @@ _SHAPE: Any = torch.Tensor.shape
 _SHAPES = frozenset((_SHAPE.__get__, Tensor.size))
 _COUNT = frozenset((Tensor.numel, Tensor.nelement, torch.numel))
 _METHODS = "untyped_storage stride storage_offset dim is_contiguous is_complex is_floating_point data_ptr element_size"
-_PROPERTIES = "dtype device requires_grad ndim layout is_leaf is_meta is_cuda is_cpu is_sparse is_quantized is_nested grad_fn _version"
+_PROPERTIES = (
+    "dtype device requires_grad ndim layout is_leaf is_meta is_cuda is_cpu is_sparse is_quantized is_nested grad_fn"
+)
 _READS = frozenset(
     [getattr(Tensor, name) for name in _METHODS.split()]
     + [getattr(Tensor, name).__get__ for name in _PROPERTIES.split()]
