@@ -176,6 +176,15 @@ def test_a_budget_runs() -> None:
     assert "| 11 | – | does not fit | – |" in budgets_measured.page(found)
 
 
+def test_what_was_measured_within_budgets_is_what_the_page_shows() -> None:
+    folder = budgets.EXPERIMENT.folder / "results"
+    found = json.loads((folder / "measured.json").read_text(encoding="utf-8"))
+    assert (folder / "measured.md").read_text(encoding="utf-8") == budgets_measured.page(found)
+    shown = committed(budgets.EXPERIMENT)["measured"]
+    for key in ("budget", "GB", "seconds"):
+        assert [row[key] for row in shown] == [row[key] for row in found["rows"]]
+
+
 def test_asynchronous_traffic_is_what_a_layer_no_longer_waits_for() -> None:
     size = titan_plans.Size(layers=2, hidden=2048, heads=16, kv_heads=8, inner=4096)
     row = dict(data="2", tensor="4", sequence="8192", rows="8", saved="full", technique="compile")

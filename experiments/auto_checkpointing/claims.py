@@ -25,8 +25,14 @@ Step time by that at the largest budget.
 
 {budgets}
 
-With nothing recomputed a step takes {whole:.3f} s and {whole_gb:.1f} GB, with all blocks
+With nothing recomputed, a step takes {whole:.3f} s and {whole_gb:.1f} GB, with all blocks
 recomputed {blocks:.3f} s and {blocks_gb:.1f} GB.
+
+## Measured on an H100
+
+The same model and batch ([measured.md](measured.md)), beside the plan for that GPU.
+
+{measured}
 """
 
 
@@ -35,14 +41,21 @@ def claims(found: Mapping[str, Any]) -> list[Claim]:
     rows = found["budgets"]
     first, last = found["published"]
     ours = rows[-1]["seconds"] / rows[0]["seconds"]
+    ran = found["measured"]
+    really = ran[-1]["seconds"] / ran[0]["seconds"]
     own: Cases = {
         "budget": [Case(_where(row), row["budget"], row["GB"]) for row in rows],
         "lowest": [Case(_where(rows[-1]), last["by_first"] / first["by_first"], ours)],
         "monotone": [Case(_where(more), less["seconds"], more["seconds"]) for more, less in pairwise(rows)],
         "blocks": [Case(_where(row), found["blocks"]["seconds"], row["seconds"]) for row in rows],
+        "measured_budget": [Case(_where(row), row["budget"], row["GB"]) for row in ran],
+        "measured_lowest": [Case(_where(ran[-1]), last["by_first"] / first["by_first"], really)],
+        "foreseen": [Case(_where(row), row["seconds"], row["planned"]["seconds"]) for row in ran],
+        "room": [Case(_where(row), row["planned"]["GB"], row["GB"]) for row in ran],
         "resnet": (),
     }
-    return read_claims(Path(__file__).parent, own, ours=ours, batch=found["batch"], blocks=found["blocks"]["GB"])
+    numbers = dict(ours=ours, batch=found["batch"], blocks=found["blocks"]["GB"], really=really)
+    return read_claims(Path(__file__).parent, own, **numbers)
 
 
 def _where(row: Mapping[str, Any]) -> str:
@@ -63,12 +76,23 @@ def page(found: Mapping[str, Any], made: Sequence[Claim]) -> str:
         ]
         for row in found["budgets"]
     ]
+    begun = found["measured"][0]["seconds"]
+    measured = [
+        [
+            f"{row['budget']:g}",
+            *(f"{one['GB']:.1f}" for one in (row, row["planned"])),
+            *(f"{one['seconds']:.3f}" for one in (row, row["planned"])),
+            f"{row['seconds'] / begun:.2f}",
+        ]
+        for row in found["measured"]
+    ]
     return PAGE.format(
         verdict=verdict(made),
         claims=claims_table(made),
         marks=MARKS,
         batch=found["batch"],
         budgets=markdown(["budget, GB", "planned GB", "s", "by the first", "published"], rows),
+        measured=markdown(["budget, GB", "GB", "planned", "s", "planned", "by the first"], measured),
         whole=found["whole"]["seconds"],
         whole_gb=found["whole"]["GB"],
         blocks=found["blocks"]["seconds"],

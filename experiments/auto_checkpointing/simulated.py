@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,10 @@ STEP = 4  # sequences by which the batch is sought
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """The table of settings.toml: a preset, a GPT's sizes, and budgets in GB, the largest first."""
+    """The table of settings.toml: a preset, that of results/measured.json, a GPT's sizes, and budgets in GB, the largest first."""
 
     preset: str
+    measured_on: str
     layers: int
     hidden: int
     heads: int
@@ -49,10 +51,22 @@ def everything() -> dict[str, Any]:
         "whole": plan(one, batch, None),
         "blocks": plan(one, batch, None, "blocks"),
         "budgets": [{"budget": budget, **plan(one, batch, budget)} for budget in budgets],
+        "measured": ran(one),
         "published": [
             {key: float(value) for key, value in row.items()} for row in read_csv(FOLDER / "published_budgets.csv")
         ],
     }
+
+
+def ran(one: Setting) -> list[dict[str, Any]]:
+    """Return what ``--measure 1`` found, each budget beside the plan for the GPU that it ran on."""
+    found = json.loads((FOLDER / "results" / "measured.json").read_text(encoding="utf-8"))
+    there = replace(one, preset=one.measured_on)
+    keys = ("budget", "GB", "seconds")
+    return [
+        {**{key: row[key] for key in keys}, "planned": plan(there, found["batch"], row["budget"])}
+        for row in found["rows"]
+    ]
 
 
 def setting() -> Setting:
