@@ -7,13 +7,19 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from torch import nn
+
 from meshfold.mesh import ParallelSpec
 from meshfold.models import GPT, GPTConfig
 from meshfold.planner import Machine, estimate, find_machine, step_speed
+from meshfold.zero_gemini.planner import Limits, Workload
+from meshfold.zero_gemini.planner import Machine as Rates
 
 GB = 1e9
 CONTEXT = 0.5 * 2**30
 """Bytes of a GPU that CUDA's context and its libraries take, beside what a plan counts."""
+PLENTY = 2.0**50
+"""Bytes that no model needs."""
 VOCABULARY = 50_304
 
 
@@ -122,3 +128,38 @@ def planned(
         "TFLOP/s": 8 * found.parameters * batch * sequence / seconds / spec.world_size / 1e12,
         "waits for": [] if found.plan is None else list(found.plan.binding),
     }
+
+
+def workload_of(
+    build: Callable[[], nn.Module],
+    gpus: int,
+    machine: Machine,
+    *,
+    batch: int,
+    sequence: int = 1024,
+    clip: bool = False,
+    stage: int = 3,
+) -> tuple[Workload, Rates]:
+    """Return the work of a rank's step in half precision and its machine's rates: traced once, for plans under any limits.
+
+    Args:
+        build: the model.
+        gpus: data-parallel ranks.
+        machine: it is planned for; its memory is left out of account.
+        batch: sequences of all ranks.
+        sequence: tokens of one.
+        clip: clip by the norm of all gradients.
+        stage: of ZeRO.
+    """
+    roomy = replace(machine, memory=PLENTY, host=replace(machine.host, memory=PLENTY))
+    spec = ParallelSpec.parse(dict(data=gpus, zero=dict(stage=stage, placement="auto")))
+    settings: dict[str, Any] = dict(batch_size=batch, seq_len=sequence, precision="fp16", recompute="blocks")
+    made = estimate(build, spec, machine=roomy, clip=clip, **settings).plan
+    if made is None:
+        raise RuntimeError("a plan without limits was refused")
+    return made.workload, made.machine
+
+
+def limits_of(machine: Machine) -> Limits:
+    """Return the memory of a GPU and of the host that all of its ranks share; nothing goes to a disk."""
+    return Limits(gpu_bytes=int(machine.memory), host_bytes=int(machine.host.memory), disk_bytes=0)
