@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 
 from benchmarks.foresight import report
 from benchmarks.foresight.configurations import GiB, configurations, planned, runnable
-from benchmarks.foresight.run import main
+from benchmarks.foresight.run import main, measure, outcomes
 from benchmarks.foresight.worker import measured, run
 from meshfold.engine.world import require_runnable
 from meshfold.mesh import Mesh, ParallelSpec, start
@@ -93,6 +94,54 @@ def test_ranks_measure_a_step_and_its_tensors(tmp_path: Path) -> None:
     foreseen = planned(TINY, find_machine("laptop"), tmp_path)
     assert not foreseen.misfit and foreseen.seconds > 0
     assert found[0]["bytes"] == found[1]["bytes"] == pytest.approx(foreseen.bytes, rel=0.2)
+
+
+def test_a_configuration_that_ran_out_of_memory_is_recorded_and_the_others_follow() -> None:
+    """Rank 1 was full, the launcher ended the others; what was not begun waits for ranks that begin anew."""
+    lines: list[dict[str, Any]] = [
+        {"name": "small", "begun": True},
+        {"name": "small", "seconds": [1.0], "bytes": 5, "before": 0},
+        {"name": "large", "begun": True},
+        {"name": "large", "error": "rank 1 ran out of memory: 79 GiB"},
+        {"name": "large", "error": "rank 0 ran out of memory: 79 GiB"},
+    ]
+    small = {"seconds": [1.0], "bytes": 5, "before": 0}
+    assert outcomes(lines, "ended with 1") == {"small": small, "large": {"error": "rank 1 ran out of memory: 79 GiB"}}
+    assert outcomes(lines[:3], "stopped after 9 s") == {"small": small, "large": {"error": "stopped after 9 s"}}
+    assert outcomes(lines[:2], "") == {"small": small} and outcomes([], "ended with 1") == {}
+
+
+def test_ranks_that_run_out_of_memory_begin_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every start of ranks that runs a full configuration ends there; the next one has the rest of them."""
+    started: list[list[str]] = []
+
+    def start_ranks(_worker: Path, words: list[str], _ranks: int, _timeout: float) -> tuple[int, str]:
+        job = json.loads(words[0])
+        started.append(job["names"])
+        with Path(job["out"]).open("w") as out:
+            for name in job["names"]:
+                ended = {"error": "full"} if name == "cpu-gpt" else {"seconds": [1.0], "bytes": 1}
+                print(
+                    json.dumps({"name": name, "begun": True}), json.dumps({"name": name, **ended}), sep="\n", file=out
+                )
+                if name == "cpu-gpt":
+                    return 1, "out of memory"
+        return 0, ""
+
+    monkeypatch.setattr("benchmarks.foresight.run.start_ranks", start_ranks)
+    names = ["cpu-gpt-fp64", "cpu-gpt", "cpu-llama"]
+    chosen = {name: (KNOWN[name], {}) for name in names}
+    found: dict[str, Any] = {"configurations": {name: {"runs": []} for name in names}}
+    args = Namespace(
+        rounds=1, device="cpu", window_s=0.0, begun=0.0, budget_s=1.0, timeout=1.0, out=tmp_path / "o.json"
+    )
+    measure(chosen, found, args, tmp_path)
+    assert started == [names, names[2:]]
+    runs = {name: one["runs"][0] for name, one in found["configurations"].items()}
+    assert runs["cpu-gpt"] == {"error": "full"} and {len(one["runs"]) for one in found["configurations"].values()} == {
+        1
+    }
+    assert runs["cpu-llama"] == runs["cpu-gpt-fp64"] == {"seconds": [1.0], "bytes": 1}
 
 
 def test_a_worker_notes_what_it_begins_and_stops_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,7 +50,7 @@ def main(argv: Sequence[str]) -> int:
         result = _opened(args)
         for name, (one, foreseen) in chosen.items():
             result["configurations"][name] = {"configuration": asdict(one), "planned": foreseen, "runs": []}
-        _measure(chosen, result, args, Path(folder))
+        measure(chosen, result, args, Path(folder))
     report(args.out)
     return int(any(not ok for _, ok in verdict_lines(result)))
 
@@ -142,7 +142,7 @@ def _machine(args: argparse.Namespace, ranks: int, folder: Path) -> Machine:
     return find_machine(str(file))
 
 
-def _measure(
+def measure(
     chosen: Mapping[str, tuple[Configuration, dict[str, Any]]],
     result: dict[str, Any],
     args: argparse.Namespace,
@@ -166,18 +166,33 @@ def _measure(
                 }
                 ended, said = start_ranks(WORKER, [json.dumps(job)], ranks, args.timeout)
                 lines = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
-                done = {line.pop("name"): line for line in lines if "begun" not in line}
-                begun = [line["name"] for line in lines if "begun" in line]
-                broken = [name for name in begun if name not in done] if ended != 0 else []
-                for name in broken:
-                    done[name] = {"error": how_it_ended(ended, said, args.timeout)}
-                if ended != 0 and not broken:
+                done = outcomes(lines, how_it_ended(ended, said, args.timeout) if ended != 0 else "")
+                if ended != 0:
                     print(said[-3000:], file=sys.stderr)
-                    raise SystemExit(f"the ranks did not start: {how_it_ended(ended, said, args.timeout)}")
+                    if not done:
+                        raise SystemExit(f"the ranks did not start: {how_it_ended(ended, said, args.timeout)}")
                 for name, run in done.items():
                     result["configurations"][name]["runs"].append(run)
                 write(args.out, result)
                 waiting = [] if ended == 0 else [name for name in waiting if name not in done]
+
+
+def outcomes(lines: Sequence[Mapping[str, Any]], ending: str) -> dict[str, dict[str, Any]]:
+    """Return the outcome of each configuration that was begun on a start of ranks.
+
+    Args:
+        lines: that ranks wrote: ``begun``, then a result or an error, of which several ranks may have one.
+        ending: why the ranks ended early, for the configuration that was running; empty: they did not.
+    """
+    done: dict[str, dict[str, Any]] = {}
+    for line in lines:
+        run = {key: value for key, value in line.items() if key != "name"}
+        if "begun" in line:
+            if ending:
+                done.setdefault(line["name"], {"error": ending})
+        elif done.get(line["name"], {}).get("error", ending) == ending:  # the first that a rank wrote itself
+            done[line["name"]] = run
+    return done
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import sys
@@ -23,7 +24,10 @@ _WARM_UP, _LEAST = 3, 3  # steps
 
 
 def run(job: dict[str, Any]) -> None:
-    """Measure the job's ``names``; each result is a line of its ``out``, beginning with one that says what is about to run."""
+    """Measure the job's ``names``; each result is a line of its ``out``, beginning with one that says what is about to run.
+
+    A rank that runs out of memory says so and exits, since others may wait for it: the rest need ranks that begin anew.
+    """
     known = configurations()
     with start(device=job["device"]) as process:
         mesh = Mesh({"rank": process.world_size})
@@ -32,22 +36,33 @@ def run(job: dict[str, Any]) -> None:
             left = job["until"] - time.time()
             if float(_most(-left, everyone, process.device)) > 0:  # the same on all ranks
                 break
-            _note(out, process.rank, name=name, begun=True)
+            if process.rank == 0:
+                _note(out, name=name, begun=True)
             folder = Path(job["folder"]) / f"{name}-{process.rank}"
             try:
                 found = measured(known[name], folder, job["window_s"], everyone, process.device)
-            except torch.OutOfMemoryError as error:  # all ranks are as full, or the launcher ends them
-                found = {"error": f"out of memory: {str(error).splitlines()[0][:160]}"}
-            _note(out, process.rank, name=name, **found)
-            if process.device.type == "cuda":
-                torch.cuda.empty_cache()
+            except torch.OutOfMemoryError as error:
+                _note(
+                    out, name=name, error=f"rank {process.rank} ran out of memory: {str(error).splitlines()[0][:160]}"
+                )
+                raise
+            if process.rank == 0:
+                _note(out, name=name, **found)
         mesh.close()
 
 
-def _note(out: Path, rank: int, **entries: Any) -> None:
-    if rank == 0:
-        with out.open("a", encoding="utf-8") as lines:
-            lines.write(json.dumps(entries) + "\n")
+def _note(out: Path, **entries: Any) -> None:
+    with out.open("a", encoding="utf-8") as lines:
+        lines.write(json.dumps(entries) + "\n")
+
+
+def _release(device: torch.device) -> int:
+    """Release what an earlier configuration has left, in cycles of objects too; return the bytes that remain on a GPU."""
+    gc.collect()
+    if device.type != "cuda":
+        return 0
+    torch.cuda.empty_cache()
+    return torch.cuda.memory_allocated(device)
 
 
 def _most(value: float, everyone: Group, device: torch.device) -> float:
@@ -61,8 +76,9 @@ def measured(
     """Return the seconds of each timed step of the slowest rank, and the bytes of the fullest one.
 
     On a GPU bytes are the allocator's largest; on a CPU those of all tensors that operators made, in one more step that is not
-    timed; under ``zero``, whose chunks no operator makes, there are none.
+    timed; under ``zero``, whose chunks no operator makes, there are none. ``before``: those that were allocated before it began.
     """
+    before = _release(device)
     model = one.choose(folder)
     on_gpu = device.type == "cuda"
     if on_gpu:
@@ -109,7 +125,8 @@ def measured(
             seconds = [_most(step(), everyone, device) for _ in range(steps)]
             if on_gpu:
                 held = max(held, torch.cuda.max_memory_allocated(device))
-    return {"seconds": seconds, "bytes": int(_most(float(held), everyone, device))}
+    most = {"bytes": held, "before": before}
+    return {"seconds": seconds, **{name: int(_most(float(value), everyone, device)) for name, value in most.items()}}
 
 
 if __name__ == "__main__":

@@ -26,7 +26,9 @@ from meshfold.planner.calibration import (
     fit_links,
     matmul_rates,
     matmul_shares,
+    measured_link,
     read_machine,
+    seconds_by_size,
     typical_link,
     write_machine,
 )
@@ -74,6 +76,27 @@ def test_links_by_kind_and_the_usual_one() -> None:
         typical_link({})
 
 
+def test_seconds_by_size_never_fall_and_lie_between_measured_ones() -> None:
+    """NCCL on two H100s: noise of a third below 4 MiB, and no more at 16 MiB, where α–β is a fifth too high."""
+    sent = [1024.0 * 4**n for n in range(10)]
+    took = [114e-6, 65e-6, 117e-6, 92e-6, 96e-6, 91e-6, 95e-6, 119e-6, 320e-6, 1110e-6]
+    samples = [MessageSample(kind="all_reduce", sent=a, seconds=b) for a, b in zip(sent, took, strict=True)]
+    pairs = seconds_by_size(samples)
+    assert [a for a, _ in pairs] == sent and [b for _, b in pairs] == sorted(b for _, b in pairs)
+    assert math.prod(b for _, b in pairs) == pytest.approx(math.prod(took))
+    link = measured_link(samples)
+    assert link.seconds(sent[-2]) == pytest.approx(320e-6) and link.seconds(sent[7]) == pytest.approx(119e-6)
+    assert link.seconds(2 * sent[-2], 2) == pytest.approx(2 * 320e-6)
+    assert link.seconds((sent[-2] + sent[-1]) / 2) == pytest.approx((320e-6 + 1110e-6) / 2)
+    assert (
+        link.seconds(2 * sent[-1] - sent[-2]) == pytest.approx(2 * 1110e-6 - 320e-6) and link.seconds(1) == pairs[0][1]
+    )
+    assert fit_link(samples).seconds(sent[7]) > 1.15 * 119e-6
+    exact = [replace(one, seconds=max(1e-4, 1e-4 + (one.sent - sent[6]) / 1e11)) for one in samples]
+    assert measured_link(exact).error == pytest.approx(0, abs=1e-9)
+    assert fit_link(exact).error > 0.05
+
+
 def test_shares_of_matmuls_never_fall_with_their_size() -> None:
     speeds = {64: 1e12, 128: 4e12, 256: 3e12, 512: 8e12}
     samples = [
@@ -107,7 +130,7 @@ def test_a_measured_kind_takes_its_own_link_inside_a_node() -> None:
 @pytest.mark.parametrize("name", MACHINES)
 def test_a_machine_is_read_as_it_was_written(name: str, tmp_path: Path) -> None:
     reached = Efficiency(by_flop={"bf16": ((1e6, 0.5), (1e9, 1.0))}, attention={64: 0.4})
-    link = Link(latency=1e-5, rate=1e9, error=0.1)
+    link = Link(latency=1e-5, rate=1e9, error=0.1, by_size=((1e3, 1e-5), (1e6, 1e-3)))
     machine = replace(MACHINES[name], efficiency=reached, collectives={"all_reduce": link})
     file = tmp_path / "new" / "machine.json"
     write_machine(machine, file, {"what": "was measured"})
@@ -125,6 +148,7 @@ def test_a_machine_is_read_as_it_was_written(name: str, tmp_path: Path) -> None:
         ({"flops": {"bf16": -1}}, "flops: bf16=-1 must be"),
         ({"host": 3}, "host=3 must be an object"),
         ({"collectives": {"shift": {"latency": 0}}}, "collectives: shift: 'rate' is missing"),
+        ({"collectives": {"shift": {"latency": 0, "rate": 1, "by_size": [[1, 2], [2, 1]]}}}, "seconds that never fall"),
         ({"efficiency": {"by_flop": {"bf16": [[2, 0.5], [1, 1.0]]}}}, "by rising FLOP"),
     ],
 )

@@ -54,18 +54,33 @@ class Efficiency:
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """A collective's cost by α–β: ``latency`` seconds a call, and ``rate`` bytes a second that a rank sends by the ring count.
+    """A collective's cost: by sizes where they were measured, else by α–β.
+
+    α–β is ``latency`` seconds a call, and ``rate`` bytes a second that a rank sends by the ring count. It overrates messages of
+    middle size, for which libraries change the algorithm.
 
     Attributes:
         latency: seconds of the smallest call.
         rate: bytes a second.
         error: largest relative error for sizes that the fit has not seen; nan if it was not measured.
+        by_size: pairs of a call's bytes and seconds, both rising; fewer than two: α–β.
     """
 
     latency: float
     rate: float
     error: float = math.nan
+    by_size: tuple[tuple[float, float], ...] = ()
 
     def seconds(self, sent: float, calls: int = 1) -> float:
         """Return the seconds of so many calls that send so many bytes together."""
-        return calls * self.latency + sent / self.rate
+        if len(self.by_size) < 2 or calls < 1:
+            return calls * self.latency + sent / self.rate
+        return calls * self._of_call(sent / calls)
+
+    def _of_call(self, sent: float) -> float:
+        """Return the seconds of a call: on the line between its neighbours, as the smallest below all, on the last line above."""
+        if sent <= self.by_size[0][0]:
+            return self.by_size[0][1]
+        upper = min(bisect_left(self.by_size, sent, key=lambda pair: pair[0]), len(self.by_size) - 1)
+        (low, before), (high, after) = self.by_size[upper - 1], self.by_size[upper]
+        return before + (after - before) * (sent - low) / (high - low)

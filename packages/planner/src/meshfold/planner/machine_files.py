@@ -85,6 +85,11 @@ def _checked(name: str, value: Any, where: str) -> Any:
     """Return a value with the types that the dataclass has; numbers must be above zero."""
     if isinstance(value, Host | Efficiency | Link) or (isinstance(value, str) and name in _WORDS):
         return value
+    if name == "by_size" and isinstance(value, list):
+        pairs = tuple((_number(name, a, where), _number(name, b, where)) for a, b in value)
+        if list(pairs) != sorted(pairs) or sorted(b for _, b in pairs) != [b for _, b in pairs]:
+            raise SpecError(f"{where}: by_size must have its pairs by rising bytes, and seconds that never fall")
+        return pairs
     if name == "by_flop" and isinstance(value, dict):
         tables = {
             one: tuple((_number(name, a, where), _number(name, b, where)) for a, b in value[one]) for one in value

@@ -10,6 +10,8 @@ from meshfold.planner.calibration.fits import (
     fit_links,
     matmul_rates,
     matmul_shares,
+    measured_link,
+    seconds_by_size,
     typical_link,
 )
 from meshfold.planner.calibration.measure import Calibration, calibrate
@@ -30,7 +32,9 @@ __all__ = [
     "fit_links",
     "matmul_rates",
     "matmul_shares",
+    "measured_link",
     "read_machine",
+    "seconds_by_size",
     "typical_link",
     "write_machine",
 ]

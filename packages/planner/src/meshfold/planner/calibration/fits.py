@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 
 from meshfold.planner.efficiency import Link
@@ -125,9 +126,37 @@ def _link(samples: Sequence[MessageSample]) -> Link:
 
 
 def fit_links(samples: Sequence[MessageSample]) -> dict[str, Link]:
-    """Return the link of each kind."""
+    """Return the link of each kind, by size."""
     kinds = dict.fromkeys(sample.kind for sample in samples)
-    return {kind: fit_link([sample for sample in samples if sample.kind == kind]) for kind in kinds}
+    return {kind: measured_link([sample for sample in samples if sample.kind == kind]) for kind in kinds}
+
+
+def seconds_by_size(samples: Sequence[MessageSample]) -> tuple[tuple[float, float], ...]:
+    """Return pairs of bytes and seconds, both rising: neighbours of which the larger was faster get their geometric mean.
+
+    Small messages take equally long but for noise, and a plan must not say that less takes longer.
+    """
+    blocks: list[tuple[list[float], float]] = []  # sizes, and the mean of their seconds' logarithms
+    for sample in sorted(samples, key=lambda sample: sample.sent):
+        sizes, mean = [sample.sent], math.log(sample.seconds)
+        while blocks and blocks[-1][1] >= mean:
+            before, other = blocks.pop()
+            mean = (len(before) * other + len(sizes) * mean) / (len(before) + len(sizes))
+            sizes = before + sizes
+        blocks.append((sizes, mean))
+    return tuple((size, math.exp(mean)) for sizes, mean in blocks for size in sizes)
+
+
+def measured_link(samples: Sequence[MessageSample]) -> Link:
+    """Return a collective's seconds by size beside its α–β, with the largest error of every second size for the sizes between.
+
+    Raises:
+        ValueError: without a sample.
+    """
+    ordered = sorted(samples, key=lambda sample: sample.sent)
+    seen, held_out = ordered[::2], ordered[1::2]
+    errors = relative_errors(replace(_link(seen), by_size=seconds_by_size(seen)), held_out) if held_out else []
+    return replace(_link(ordered), error=max(errors, default=math.nan), by_size=seconds_by_size(ordered))
 
 
 def typical_link(links: Mapping[str, Link]) -> Link:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable
 
@@ -23,7 +24,7 @@ from meshfold.mesh.recording import Kind
 from meshfold.planner.calibration.fits import MessageSample
 from meshfold.planner.calibration.samples import Effort, wait
 
-_CALLS = 5
+_CALLS, _MOST_CALLS = 5, 100
 KINDS: dict[Kind, Callable[[Tensor, Group], object]] = {
     "all_reduce": lambda x, group: all_reduce(x, group),
     "all_gather": lambda x, group: all_gather(x, group, 0),
@@ -54,23 +55,29 @@ def message_samples(
             size = max(group.size * 4, size // (group.size * 4) * group.size * 4)
             mine = size // group.size if kind == "all_gather" else size
             x = torch.zeros(mine // 4, device=device)
-            seconds = _agreed_seconds(lambda: run(x, group), group, device, effort.repeats)  # noqa: B023
+            seconds = _agreed_seconds(lambda: run(x, group), group, device, effort)  # noqa: B023
             found.append(MessageSample(kind=kind, sent=float(moved_bytes(kind, size, group.size)), seconds=seconds))
             if seconds * 4 > effort.longest_s:
                 break
     return found
 
 
-def _agreed_seconds(work: Callable[[], object], group: Group, device: torch.device, repeats: int) -> float:
+def _agreed_seconds(work: Callable[[], object], group: Group, device: torch.device, effort: Effort) -> float:
     """Return the slowest rank's seconds in the fastest of several timings: the same number on all ranks."""
-    times = []
-    for _ in range(repeats + 1):
+
+    def timed(calls: int) -> float:
         barrier(group, device)
         wait(device)
         begin = time.perf_counter()
-        for _ in range(_CALLS):
+        for _ in range(calls):
             work()
         wait(device)
-        times.append((time.perf_counter() - begin) / _CALLS)
-    slowest = all_reduce(torch.tensor(times[1:], dtype=torch.float64, device=device), group, op="max")
-    return max(float(slowest.min()), 1e-9)
+        return (time.perf_counter() - begin) / calls
+
+    def slowest(times: list[float]) -> Tensor:
+        return all_reduce(torch.tensor(times, dtype=torch.float64, device=device), group, op="max")
+
+    timed(_CALLS)
+    once = max(float(slowest([timed(_CALLS)])), 1e-9)
+    calls = max(_CALLS, min(_MOST_CALLS, math.ceil(effort.window_s / once)))  # the same on all ranks
+    return max(float(slowest([timed(calls) for _ in range(effort.repeats)]).min()), 1e-9)

@@ -8,12 +8,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 from torch.nn import functional
 
 from meshfold.planner.calibration.fits import MatmulSample
 
 MiB = 2**20
+_MOST_ROWS = 64
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 
 
@@ -28,6 +28,7 @@ class Effort:
         repeats: timings of each sample, of which the fastest counts: other work on a machine only slows it down.
         steady_s: seconds of matmuls in sequence.
         tokens: of attention's sequences.
+        attention_s: least seconds of one attention and its backward.
         memory_bytes: of a copy.
         message_bytes: of collectives' blocks, rising.
         disk_bytes: of the file that measures a disk.
@@ -40,8 +41,9 @@ class Effort:
     repeats: int = 5
     steady_s: float = 2.0
     tokens: int = 2048
+    attention_s: float = 0.004
     memory_bytes: int = 256 * MiB
-    message_bytes: tuple[int, ...] = tuple(1024 * 4**n for n in range(10))
+    message_bytes: tuple[int, ...] = (*(1024 * 4**n for n in range(5)), *(MiB * 2**n for n in range(9)))
     disk_bytes: int = 1024 * MiB
     host: bool = True
 
@@ -52,6 +54,7 @@ TINY = Effort(
     repeats=1,
     steady_s=0.0,
     tokens=32,
+    attention_s=0.0,
     memory_bytes=MiB,
     message_bytes=(256, 1024, 4096, 16384),
     disk_bytes=MiB,
@@ -124,21 +127,36 @@ def sustained_share(best: MatmulSample, device: torch.device, effort: Effort) ->
 
 
 def attention_shares(rate: float, device: torch.device, effort: Effort, dtype: torch.dtype) -> dict[int, float]:
-    """Measure causal attention, forward and backward, by size of a head: share of ``rate`` in FLOP/s, masked pairs not counted."""
+    """Measure causal attention, forward and backward, by size of a head: share of ``rate`` in FLOP/s, masked pairs not counted.
+
+    Sequences are so many that the device is busy for longer than the host needs to launch the operators.
+    """
     found = {}
     for head_dim in (64, 128):
-        heads = 512 // head_dim
-        q, k, v = (
-            torch.randn(2, heads, effort.tokens, head_dim, device=device).to(dtype).requires_grad_() for _ in range(3)
-        )
-
-        def run(q: Tensor = q, k: Tensor = k, v: Tensor = v) -> None:
-            functional.scaled_dot_product_attention(q, k, v, is_causal=True).sum().backward()
-
+        heads, rows, seconds = 512 // head_dim, 1, 0.0
+        while not seconds or (seconds < effort.attention_s and rows < _MOST_ROWS):
+            rows = 2 * rows if seconds else 1
+            seconds = best_seconds(_attention(rows, heads, head_dim, dtype, device, effort), device, effort)
         # Two matmuls forward and five backward, of which causal masking leaves half of the pairs.
-        flop = 7 * 2 * 2 * heads * effort.tokens**2 * head_dim / 2
-        found[head_dim] = flop / best_seconds(run, device, effort) / rate
+        flop = 7 * 2 * rows * heads * effort.tokens**2 * head_dim / 2
+        found[head_dim] = flop / seconds / rate
     return found
+
+
+def _attention(
+    rows: int, heads: int, head_dim: int, dtype: torch.dtype, device: torch.device, effort: Effort
+) -> Callable[[], object]:
+    """Return a call of attention and its backward, with heads in one row of memory a token, as a model's products make them."""
+    shape = (rows, effort.tokens, heads, head_dim)
+    q, k, v, dy = (torch.randn(shape, device=device).to(dtype).transpose(1, 2) for _ in range(4))
+    for each in (q, k, v):
+        each.requires_grad_()
+
+    def run() -> None:
+        y = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        torch.autograd.grad(y, (q, k, v), dy)
+
+    return run
 
 
 @dataclass(frozen=True, kw_only=True)
