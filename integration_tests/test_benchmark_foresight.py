@@ -130,7 +130,7 @@ def test_ranks_that_run_out_of_memory_begin_anew(tmp_path: Path, monkeypatch: py
 
     monkeypatch.setattr("benchmarks.foresight.run.start_ranks", start_ranks)
     names = ["cpu-gpt-fp64", "cpu-gpt", "cpu-llama"]
-    chosen = {name: (KNOWN[name], {}) for name in names}
+    chosen: Any = {name: (KNOWN[name], {}) for name in names}
     found: dict[str, Any] = {"configurations": {name: {"runs": []} for name in names}}
     args = Namespace(
         rounds=1, device="cpu", window_s=0.0, begun=0.0, budget_s=1.0, timeout=1.0, out=tmp_path / "o.json"
