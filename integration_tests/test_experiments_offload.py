@@ -8,8 +8,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from experiments import report
+from experiments.gemini_ablation import measured as ablation_measured
 from experiments.gemini_ablation import run as ablation
 from experiments.gemini_ablation import simulated as ablation_plans
 from experiments.parity import run as parity
@@ -100,6 +102,15 @@ def test_compute_waits_for_copies_that_nothing_prefetches() -> None:
     assert list(rows) == list(ablation_plans.STAGES)
     assert rows["none"]["seconds"] > rows["prefetch"]["seconds"] >= rows["hybrid Adam"]["seconds"]
     assert rows["cache"]["GB"] >= rows["prefetch"]["GB"] and rows["cache"]["host GB"] == rows["prefetch"]["host GB"]
+
+
+def test_placements_run() -> None:
+    options = ablation_measured.MEASURED.options([])
+    found = ablation_measured.MEASURED.take(options, 1, torch.device("cpu"))
+    assert [row["placement"] for row in found["rows"]] == [*reversed(ablation_plans.PLACEMENTS), "planned"]
+    assert all(row["fits"] for row in found["rows"]) and len({row["loss"] for row in found["rows"]}) == 1
+    found["rows"][0] = {"placement": "half", "fits": False, "why": ""}
+    assert "| half | – | does not fit | – | – |" in ablation_measured.page(found)
 
 
 def test_steps_made_ahead_change_no_bit() -> None:
