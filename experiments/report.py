@@ -199,9 +199,8 @@ class Experiment:
     """How an experiment goes from numbers to files.
 
     Attributes:
-        name: as it is called on the command line.
+        file: the run.py that has it.
         about: a sentence for ``--help``.
-        folder: its own.
         simulate: makes all numbers, of what JSON can hold.
         claims: from the numbers.
         page: results/table.md, from numbers and claims.
@@ -210,15 +209,24 @@ class Experiment:
         numbers_file: the file of all numbers, in the folder of results.
     """
 
-    name: str
+    file: str
     about: str
-    folder: Path
     simulate: Callable[[], dict[str, Any]]
     claims: Callable[[Mapping[str, Any]], list[Claim]]
     page: Callable[[Mapping[str, Any], Sequence[Claim]], str]
     draw: Callable[[Mapping[str, Any], Path], None]
     measures: str = ""
     numbers_file: str = "simulated.json"
+
+    @property
+    def folder(self) -> Path:
+        """Its own."""
+        return Path(self.file).resolve().parent
+
+    @property
+    def name(self) -> str:
+        """As it is called on the command line: its folder's, with dashes."""
+        return self.folder.name.replace("_", "-")
 
     def arguments(self) -> argparse.ArgumentParser:
         """What it takes on the command line."""

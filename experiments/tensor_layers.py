@@ -62,6 +62,28 @@ class Size:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Layers:
+    """A stack of layers, as a table of a settings.toml has it.
+
+    Attributes:
+        precision: of all tensors.
+        hidden, heads, sequence: of a layer.
+        layers: of the stack.
+    """
+
+    precision: str
+    hidden: int
+    heads: int
+    sequence: int
+    layers: int
+
+    @property
+    def size(self) -> Size:
+        """A layer that works on one sequence."""
+        return Size(hidden=self.hidden, heads=self.heads, sequence=self.sequence, batch=1, precision=self.precision)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Grid:
     """A mode and the sizes of its axes, outermost first; ranks have consecutive numbers along the last axis.
 

@@ -17,7 +17,7 @@ SMALL = Setting(samples=2048, large=(256,), held=128, micro=128)
 
 
 def committed() -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((run.FOLDER / "results" / "measured.json").read_text())
+    found: dict[str, Any] = json.loads((run.EXPERIMENT.folder / "results" / "measured.json").read_text())
     return found
 
 
@@ -46,11 +46,13 @@ def test_rates_rise_and_fall() -> None:
 def test_what_is_committed_is_made_from_the_committed_numbers() -> None:
     found = committed()
     claims = run.EXPERIMENT.claims(found)
-    assert (run.FOLDER / "results" / "table.md").read_text(encoding="utf-8") == run.EXPERIMENT.page(found, claims)
-    readme = (run.FOLDER / "README.md").read_text(encoding="utf-8")
+    assert (run.EXPERIMENT.folder / "results" / "table.md").read_text(encoding="utf-8") == run.EXPERIMENT.page(
+        found, claims
+    )
+    readme = (run.EXPERIMENT.folder / "README.md").read_text(encoding="utf-8")
     assert with_results(readme, report.summary(claims)) == readme
     assert [one.name for one in claims if one.holds != one.expected] == []
-    assert (run.FOLDER / "results" / "large-batch.png").read_bytes().startswith(b"\x89PNG")
+    assert (run.EXPERIMENT.folder / "results" / "large-batch.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_loss_that_is_no_lower_is_not_reproduced() -> None:

@@ -17,7 +17,7 @@ from meshfold.mesh.testing import ranks
 
 
 def committed() -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((run.FOLDER / "results" / "simulated.json").read_text())
+    found: dict[str, Any] = json.loads((run.EXPERIMENT.folder / "results" / "simulated.json").read_text())
     return found
 
 

@@ -36,7 +36,7 @@ def test_verdicts_on_the_clock_are_those_of_the_page(experiment: Experiment) -> 
 
 
 def test_verdicts_on_selective_recomputation_are_those_of_the_page() -> None:
-    then = json.loads((selective.FOLDER / "results" / "simulated.json").read_text(encoding="utf-8"))
+    then = json.loads((selective.EXPERIMENT.folder / "results" / "simulated.json").read_text(encoding="utf-8"))
     now = {**then, "layer": recomputed.layers(), "steps": recomputed.steps()}
     assert [one.name for one in selective.EXPERIMENT.claims(now) if one.holds != one.expected] == []
     counted = {row["scheme"]: row["counted"] for row in then["bytes"]}
@@ -60,7 +60,7 @@ def assert_close(now: object, then: object) -> None:
 
 
 def test_zero_is_planned_as_committed(monkeypatch: pytest.MonkeyPatch) -> None:
-    then = json.loads((zero.FOLDER / "results" / "simulated.json").read_text(encoding="utf-8"))
+    then = json.loads((zero.EXPERIMENT.folder / "results" / "simulated.json").read_text(encoding="utf-8"))
     planned = iter(then["plans"])
     with monkeypatch.context() as patch:
         patch.setattr(states, "plan", lambda stage, n: next(planned))

@@ -299,7 +299,7 @@ def test_how_far_off_a_claim_is() -> None:
 def test_a_run_leaves_numbers_table_and_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert gpipe.main(["--output", str(tmp_path / "new")]) == 0
     for name in ("simulated.json", "table.md"):
-        assert (tmp_path / "new" / name).read_bytes() == (gpipe.FOLDER / "results" / name).read_bytes()
+        assert (tmp_path / "new" / name).read_bytes() == (gpipe.EXPERIMENT.folder / "results" / name).read_bytes()
     assert (tmp_path / "new" / "gpipe.png").read_bytes().startswith(b"\x89PNG")
     assert "\nReproduced: " in capsys.readouterr().out
 
@@ -307,7 +307,7 @@ def test_a_run_leaves_numbers_table_and_plot(tmp_path: Path, capsys: pytest.Capt
 @pytest.mark.slow
 def test_the_script_runs_by_itself_from_anywhere(tmp_path: Path) -> None:
     (tmp_path / "simulated.json").write_text(json.dumps(committed(hanayo.EXPERIMENT)))
-    script = [str(hanayo.FOLDER / "run.py"), "--render", "--no-plots", "--output", str(tmp_path)]
+    script = [str(hanayo.EXPERIMENT.folder / "run.py"), "--render", "--no-plots", "--output", str(tmp_path)]
     done = subprocess.run([sys.executable, *script], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "Reproduced: " in done.stdout

@@ -12,12 +12,9 @@ from experiments.attention_schemes.plot import draw
 from experiments.attention_schemes.simulated import everything
 from experiments.report import Experiment
 
-FOLDER = Path(__file__).resolve().parent
-
 EXPERIMENT = Experiment(
-    name="attention-schemes",
+    file=__file__,
     about="Put benchmarks of ring, zigzag and Ulysses attention beside counts and the clock.",
-    folder=FOLDER,
     simulate=everything,
     claims=claims,
     page=page,

@@ -12,12 +12,9 @@ from experiments.auto_checkpointing.plot import draw
 from experiments.auto_checkpointing.simulated import everything
 from experiments.report import Experiment
 
-FOLDER = Path(__file__).resolve().parent
-
 EXPERIMENT = Experiment(
-    name="auto-checkpointing",
+    file=__file__,
     about="Put Colossal-AI's automatic checkpointing beside recompute='auto'.",
-    folder=FOLDER,
     simulate=everything,
     claims=claims,
     page=page,

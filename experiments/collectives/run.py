@@ -12,12 +12,9 @@ from experiments.collectives.plot import draw
 from experiments.collectives.simulated import everything
 from experiments.report import Experiment
 
-FOLDER = Path(__file__).resolve().parent
-
 EXPERIMENT = Experiment(
-    name="collectives",
+    file=__file__,
     about="Fit α–β to collectives, and compare it with sizes that it has not seen.",
-    folder=FOLDER,
     simulate=everything,
     claims=claims,
     page=page,

@@ -13,12 +13,9 @@ from experiments.fastfold.simulated import everything
 from experiments.fastfold.tables import page
 from experiments.report import Experiment
 
-FOLDER = Path(__file__).resolve().parent
-
 EXPERIMENT = Experiment(
-    name="fastfold",
+    file=__file__,
     about="Put FastFold's published numbers beside computed, counted and simulated ones.",
-    folder=FOLDER,
     simulate=everything,
     claims=claims,
     page=page,

@@ -12,16 +12,15 @@ from experiments.gemini_ablation.plot import draw
 from experiments.gemini_ablation.simulated import everything
 from experiments.report import Experiment
 
-FOLDER = Path(__file__).resolve().parent
-
 EXPERIMENT = Experiment(
-    name="gemini-ablation",
+    file=__file__,
     about="Add the techniques of Gemini and Elixir one after the other, on the clock.",
-    folder=FOLDER,
     simulate=everything,
     claims=claims,
     page=page,
     draw=draw,
+    measures="train under every placement for real on so many ranks (GPUs, if there are as many), and write measured.md instead; "
+    "--layers, --hidden and others (see measured.py --help) say how large",
 )
 main = EXPERIMENT.main
 

@@ -12,12 +12,9 @@ from experiments.gpipe.plot import draw
 from experiments.gpipe.simulated import everything
 from experiments.report import Experiment
 
-FOLDER = Path(__file__).resolve().parent
-
 EXPERIMENT = Experiment(
-    name="gpipe",
+    file=__file__,
     about="Put GPipe's published numbers beside simulated ones.",
-    folder=FOLDER,
     simulate=everything,
     claims=claims,
     page=page,

@@ -12,12 +12,9 @@ from experiments.gpt2_xl.plot import draw
 from experiments.gpt2_xl.simulated import everything
 from experiments.report import Experiment
 
-FOLDER = Path(__file__).resolve().parent
-
 EXPERIMENT = Experiment(
-    name="gpt2-xl",
+    file=__file__,
     about="Put a benchmark of DDP, ZeRO-3 and Gemini beside plans.",
-    folder=FOLDER,
     simulate=everything,
     claims=claims,
     page=page,

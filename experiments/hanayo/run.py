@@ -12,12 +12,9 @@ from experiments.hanayo.plot import draw
 from experiments.hanayo.simulated import everything
 from experiments.report import Experiment
 
-FOLDER = Path(__file__).resolve().parent
-
 EXPERIMENT = Experiment(
-    name="hanayo",
+    file=__file__,
     about="Put what is known of Hanayo's numbers beside simulated ones.",
-    folder=FOLDER,
     simulate=everything,
     claims=claims,
     page=page,

@@ -12,12 +12,9 @@ from experiments.large_batch.plot import draw
 from experiments.large_batch.training import everything
 from experiments.report import Experiment
 
-FOLDER = Path(__file__).resolve().parent
-
 EXPERIMENT = Experiment(
-    name="large-batch",
+    file=__file__,
     about="Train a small GPT at a batch of 32 and at larger ones, with rates scaled by the root.",
-    folder=FOLDER,
     simulate=everything,
     claims=claims,
     page=page,

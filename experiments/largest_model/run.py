@@ -12,12 +12,9 @@ from experiments.largest_model.plot import draw
 from experiments.largest_model.simulated import everything
 from experiments.report import Experiment
 
-FOLDER = Path(__file__).resolve().parent
-
 EXPERIMENT = Experiment(
-    name="largest-model",
+    file=__file__,
     about="Put a benchmark of the largest model on one GPU beside plans.",
-    folder=FOLDER,
     simulate=everything,
     claims=claims,
     page=page,

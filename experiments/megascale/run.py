@@ -12,12 +12,9 @@ from experiments.megascale.plot import draw
 from experiments.megascale.simulated import everything
 from experiments.report import Experiment
 
-FOLDER = Path(__file__).resolve().parent
-
 EXPERIMENT = Experiment(
-    name="megascale",
+    file=__file__,
     about="Put the tables of MegaScale beside the clock.",
-    folder=FOLDER,
     simulate=everything,
     claims=claims,
     page=page,

@@ -12,12 +12,9 @@ from experiments.megatron.plot import draw
 from experiments.megatron.simulated import everything
 from experiments.report import Experiment
 
-FOLDER = Path(__file__).resolve().parent
-
 EXPERIMENT = Experiment(
-    name="megatron",
+    file=__file__,
     about="Put the tables of Megatron-LM at SC'21 beside the planner's clock.",
-    folder=FOLDER,
     simulate=everything,
     claims=claims,
     page=page,

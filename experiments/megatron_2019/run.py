@@ -12,12 +12,9 @@ from experiments.megatron_2019.plot import draw
 from experiments.megatron_2019.simulated import everything
 from experiments.report import Experiment
 
-FOLDER = Path(__file__).resolve().parent
-
 EXPERIMENT = Experiment(
-    name="megatron-2019",
+    file=__file__,
     about="Put Megatron-LM's weak scaling of 2019 beside the clock.",
-    folder=FOLDER,
     simulate=everything,
     claims=claims,
     page=page,

@@ -12,12 +12,9 @@ from experiments.optimus.plot import draw
 from experiments.optimus.simulated import everything
 from experiments.report import Experiment
 
-FOLDER = Path(__file__).resolve().parent
-
 EXPERIMENT = Experiment(
-    name="optimus",
+    file=__file__,
     about="Put Optimus' weak scaling beside the clock.",
-    folder=FOLDER,
     simulate=everything,
     claims=claims,
     page=page,

@@ -12,12 +12,9 @@ from experiments.parity.plot import draw
 from experiments.parity.training import everything
 from experiments.report import Experiment
 
-FOLDER = Path(__file__).resolve().parent
-
 EXPERIMENT = Experiment(
-    name="parity",
+    file=__file__,
     about="Train a small GPT under every spec, and put its losses beside those of one process.",
-    folder=FOLDER,
     simulate=everything,
     claims=claims,
     page=page,

@@ -12,12 +12,9 @@ from experiments.patrickstar.plot import draw
 from experiments.patrickstar.simulated import everything
 from experiments.report import Experiment
 
-FOLDER = Path(__file__).resolve().parent
-
 EXPERIMENT = Experiment(
-    name="patrickstar",
+    file=__file__,
     about="Put a chart of the largest model and its speed beside plans.",
-    folder=FOLDER,
     simulate=everything,
     claims=claims,
     page=page,

@@ -12,12 +12,9 @@ from experiments.ring_attention.claims import claims, page
 from experiments.ring_attention.plot import draw
 from experiments.ring_attention.simulated import everything
 
-FOLDER = Path(__file__).resolve().parent
-
 EXPERIMENT = Experiment(
-    name="ring-attention",
+    file=__file__,
     about="Put the tables of Ring Attention beside the clock and plans.",
-    folder=FOLDER,
     simulate=everything,
     claims=claims,
     page=page,

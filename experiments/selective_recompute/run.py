@@ -12,12 +12,9 @@ from experiments.selective_recompute.claims import claims, page
 from experiments.selective_recompute.plot import draw
 from experiments.selective_recompute.simulated import everything
 
-FOLDER = Path(__file__).resolve().parent
-
 EXPERIMENT = Experiment(
-    name="selective-recompute",
+    file=__file__,
     about="Put the tables on selective recomputation beside counts and the clock.",
-    folder=FOLDER,
     simulate=everything,
     claims=claims,
     page=page,

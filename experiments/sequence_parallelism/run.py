@@ -13,12 +13,9 @@ from experiments.sequence_parallelism.plot import draw
 from experiments.sequence_parallelism.simulated import everything
 from experiments.sequence_parallelism.tables import page
 
-FOLDER = Path(__file__).resolve().parent
-
 EXPERIMENT = Experiment(
-    name="sequence-parallelism",
+    file=__file__,
     about="Put the ring self-attention paper's numbers beside what is counted, planned and run here.",
-    folder=FOLDER,
     simulate=everything,
     claims=claims,
     page=page,

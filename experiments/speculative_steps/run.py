@@ -12,12 +12,9 @@ from experiments.speculative_steps.claims import claims, page
 from experiments.speculative_steps.plot import draw
 from experiments.speculative_steps.simulated import everything
 
-FOLDER = Path(__file__).resolve().parent
-
 EXPERIMENT = Experiment(
-    name="speculative-steps",
+    file=__file__,
     about="Put optimizer steps made before the norm is known beside SuperOffload's and ZenFlow's.",
-    folder=FOLDER,
     simulate=everything,
     claims=claims,
     page=page,

@@ -12,12 +12,9 @@ from experiments.tesseract.claims import claims, page
 from experiments.tesseract.plot import draw
 from experiments.tesseract.simulated import everything
 
-FOLDER = Path(__file__).resolve().parent
-
 EXPERIMENT = Experiment(
-    name="tesseract",
+    file=__file__,
     about="Put Tesseract's factors beside the clock, and its gradients beside one process.",
-    folder=FOLDER,
     simulate=everything,
     claims=claims,
     page=page,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from experiments.tensor_layers import Grid, Size
+from experiments.tensor_layers import Grid, Layers
 from experiments.tensor_parity import parity
 from experiments.tensor_sweep import sweep
 from experiments.toml_tables import read_tables
@@ -27,20 +27,10 @@ RUN = (Grid(mode="2.5d", sizes=(1, 2, 2)), Grid(mode="2.5d", sizes=(2, 2, 2)))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Setting:
+class Setting(Layers):
     """A table of settings.toml: a machine and a stack of layers."""
 
     machine: str
-    precision: str
-    hidden: int
-    heads: int
-    sequence: int
-    layers: int
-
-    @property
-    def size(self) -> Size:
-        """A layer."""
-        return Size(hidden=self.hidden, heads=self.heads, sequence=self.sequence, batch=1, precision=self.precision)
 
 
 def settings() -> dict[str, Setting]:

@@ -12,12 +12,9 @@ from experiments.three_d.claims import claims, page
 from experiments.three_d.plot import draw
 from experiments.three_d.simulated import everything
 
-FOLDER = Path(__file__).resolve().parent
-
 EXPERIMENT = Experiment(
-    name="three-d",
+    file=__file__,
     about="Put 3D parallelism's factors beside the clock, and its gradients beside one process.",
-    folder=FOLDER,
     simulate=everything,
     claims=claims,
     page=page,

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from experiments.tensor_layers import Grid, Size
+from experiments.tensor_layers import Grid, Layers
 from experiments.tensor_parity import parity
 from experiments.tensor_sweep import sweep
 from experiments.toml_tables import read_tables
@@ -26,7 +26,7 @@ RUN = Grid(mode="3d", sizes=(2, 2, 2))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Setting:
+class Setting(Layers):
     """The table of settings.toml.
 
     Attributes:
@@ -34,23 +34,12 @@ class Setting:
         devices: of a node.
         port: GB/s of the node's only port.
         reached: share of it.
-        precision, hidden, heads, sequence, layers: of the stack.
     """
 
     machine: str
     devices: int
     port: float
     reached: float
-    precision: str
-    hidden: int
-    heads: int
-    sequence: int
-    layers: int
-
-    @property
-    def size(self) -> Size:
-        """A layer."""
-        return Size(hidden=self.hidden, heads=self.heads, sequence=self.sequence, batch=1, precision=self.precision)
 
     def nodes(self) -> Machine:
         """The machine; a device's share of the port is what its node's devices leave it."""

@@ -12,12 +12,9 @@ from experiments.torchtitan.claims import claims, page
 from experiments.torchtitan.plot import draw
 from experiments.torchtitan.simulated import everything
 
-FOLDER = Path(__file__).resolve().parent
-
 EXPERIMENT = Experiment(
-    name="torchtitan",
+    file=__file__,
     about="Put torchtitan's benchmarks of Llama 3.1 beside plans.",
-    folder=FOLDER,
     simulate=everything,
     claims=claims,
     page=page,

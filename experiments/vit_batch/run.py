@@ -12,12 +12,9 @@ from experiments.vit_batch.claims import claims, page
 from experiments.vit_batch.plot import draw
 from experiments.vit_batch.simulated import everything
 
-FOLDER = Path(__file__).resolve().parent
-
 EXPERIMENT = Experiment(
-    name="vit-batch",
+    file=__file__,
     about="Put Colossal-AI's chart of a vision transformer beside the clock.",
-    folder=FOLDER,
     simulate=everything,
     claims=claims,
     page=page,

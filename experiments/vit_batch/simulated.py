@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from experiments.tensor_layers import Grid, Size, hold, largest_batch, memory, seconds, trace
+from experiments.tensor_layers import Grid, Layers, hold, largest_batch, memory, seconds, trace
 from experiments.toml_tables import read_tables
 from meshfold.planner import find_machine
 
@@ -20,21 +20,11 @@ STATES = 8.0  # bytes of parameters, gradients, float32 masters and two moments,
 
 
 @dataclass(frozen=True, kw_only=True)
-class Setting:
+class Setting(Layers):
     """The table of settings.toml; memory of a device in GB."""
 
     machine: str
     memory: float
-    precision: str
-    hidden: int
-    heads: int
-    sequence: int
-    layers: int
-
-    @property
-    def size(self) -> Size:
-        """A layer."""
-        return Size(hidden=self.hidden, heads=self.heads, sequence=self.sequence, batch=1, precision=self.precision)
 
 
 def setting() -> Setting:

@@ -16,12 +16,9 @@ from experiments.zero_bubble.plot import draw
 from experiments.zero_bubble.simulated import AUTO_RANKS, everything
 from experiments.zero_bubble.tables import page
 
-FOLDER = Path(__file__).resolve().parent
-
 EXPERIMENT = Experiment(
-    name="zero-bubble",
+    file=__file__,
     about="Put the zero-bubble paper's published numbers beside simulated ones.",
-    folder=FOLDER,
     simulate=everything,
     claims=claims,
     page=page,

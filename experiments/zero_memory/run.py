@@ -12,12 +12,9 @@ from experiments.zero_memory.claims import claims, page
 from experiments.zero_memory.plot import draw
 from experiments.zero_memory.simulated import everything
 
-FOLDER = Path(__file__).resolve().parent
-
 EXPERIMENT = Experiment(
-    name="zero-memory",
+    file=__file__,
     about="Put the tables of ZeRO beside formulas and plans.",
-    folder=FOLDER,
     simulate=everything,
     claims=claims,
     page=page,
