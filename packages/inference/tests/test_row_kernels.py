@@ -207,3 +207,27 @@ def test_sums_over_ranks_take_the_norms_after_them_along(kinds: list[str]) -> No
             assert others == 4 and fits  # of the check alone
         fell, why = rank[-1]  # a block whose second norm does not follow its first sum is found out
         assert fell and re.fullmatch(r"logits differ by [\d.]+%: norms and layers are not what their names say", why)
+
+
+def choosing_on_ranks() -> list[list[tuple[int, ...]]]:
+    """Shapes that ranks gather while they generate two greedy sequences, three drawn ones, and one that is truncated."""
+    from meshfold.inference import split_words
+
+    found: list[list[tuple[int, ...]]] = []
+    real = split_words.all_gather
+    with Engine(own("llama"), dict(tensor=2)) as engine:
+        generator = Generator(engine.generator, most_rows=4)
+        for count, settings in ((2, dict(temperature=0.0)), (3, dict(temperature=0.7)), (1, dict(top_k=5))):
+            shapes: list[tuple[int, ...]] = []
+            split_words.all_gather = lambda x, *others, to=shapes: (to.append(tuple(x.shape)), real(x, *others))[1]  # type: ignore[misc]
+            try:
+                generator.generate(prompts(count), sampling=Sampling(max_new_tokens=4, **settings))  # type: ignore[arg-type]
+            finally:
+                split_words.all_gather = real
+            found.append(shapes)
+    return found
+
+
+def test_ranks_exchange_five_numbers_a_row_to_choose_its_token() -> None:
+    # 3 of the 4 tokens: the prompt's forward gives the first. Three sequences are a batch of four rows.
+    assert run_on_ranks(2, choosing_on_ranks) == [[[(1, 2, 5)] * 3, [(1, 4, 5)] * 3, []]] * 2

@@ -103,6 +103,18 @@ def test_products_of_one_row_compile(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert made.compiled == {"row_product._product", "row_product._product_int4"}
 
 
+def test_choices_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    from meshfold.kernels import word_choice_triton
+
+    made = Compiler()
+    monkeypatch.setattr(word_choice_triton, "launch", made.launch)
+    for states, draws in ((None, None), (torch.zeros(2, dtype=torch.int64), torch.ones(2, dtype=torch.bool))):
+        parts = word_choice_triton.launch_parts(torch.zeros(2, 5000).bfloat16(), torch.ones(2), 0, states, draws)
+        word_choice_triton.launch_merge(parts)
+        word_choice_triton.launch_choice(parts)
+    assert made.compiled == {"word_choice._words", "word_choice._merge"}
+
+
 @pytest.mark.slow  # the interpreter runs them all
 def test_all_kernels_compile(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
     from meshfold.kernels import fp8_casts_triton

@@ -18,6 +18,7 @@ FILES = (
     "test_factored_lists.py",
     "test_row_product.py",
     "test_one_shot_triton.py",
+    "test_word_choice_triton.py",
 )
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from meshfold.inference.cache import Rows
 from meshfold.inference.sampling import Sampling, SamplingRows, sample, sampling_rows
 from meshfold.inference.schedule import Request, Span
+from meshfold.inference.split_words import SplitWords
 
 Logits = Callable[[Tensor, Tensor, Rows], Tensor]
 """ids and positions ``b``, and what attention needs of this rank's rows -> logits ``b v``"""
@@ -147,12 +148,20 @@ class DecodeBatch:
         """True if there is a graph for what was loaded."""
         return self._settings.parts in self._graphs
 
-    def run(self, steps: int, logits: Logits | None) -> tuple[list[list[int]], list[list[float]]]:
+    @property
+    def plain(self) -> bool:
+        """True if the choice of the next tokens needs only this rank's words of the logits."""
+        return self._settings.plain
+
+    def run(
+        self, steps: int, logits: Logits | None, words: SplitWords | None = None
+    ) -> tuple[list[list[int]], list[list[float]]]:
         """Compute tokens behind one another.
 
         Args:
             steps: how many.
             logits: the model; None if there is a graph for what was loaded.
+            words: the logits are of these; None: of all.
 
         Returns:
             Tokens and log-probs, ``steps b``.
@@ -162,12 +171,12 @@ class DecodeBatch:
             if graph is not None:
                 graph.replay()
             elif logits is not None:
-                self._advance(logits)
+                self._advance(logits, words)
                 if self._captures:
-                    self._capture(logits)
+                    self._capture(logits, words)
         return self._tokens[:steps].tolist(), self._logprobs[:steps].tolist()
 
-    def _advance(self, logits: Logits) -> None:
+    def _advance(self, logits: Logits, words: SplitWords | None) -> None:
         """Compute one token of every row."""
         place = torch.div(self._positions, self._size, rounding_mode="floor").clamp(max=self._width - 1)
         page = self._tables.gather(1, place.unsqueeze(1)).squeeze(1)
@@ -176,7 +185,7 @@ class DecodeBatch:
         rows = Rows(page[mine], offset[mine], self._positions[mine], self._tables[mine, : self._used])
         found = logits(self._ids, self._positions, rows)
         settings: SamplingRows = self._settings
-        tokens, logprobs = sample(found, self._positions + 1, settings, self._seen)
+        tokens, logprobs = sample(found, self._positions + 1, settings, self._seen, words)
         if settings.penalizes and self._seen is not None:
             self._seen.scatter_(1, tokens.unsqueeze(1), True)
         self._tokens.index_copy_(0, self._step, tokens.unsqueeze(0))
@@ -185,12 +194,12 @@ class DecodeBatch:
         self._positions.add_(self._going)
         self._step.add_(1)
 
-    def _capture(self, logits: Logits) -> None:
+    def _capture(self, logits: Logits, words: SplitWords | None) -> None:
         """Make a graph of a step; a model that cannot run in a graph keeps running step by step."""
         graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # other threads watch ranks
-                self._advance(logits)
+                self._advance(logits, words)
         except RuntimeError as error:
             self._captures = False
             reason = (str(error) or type(error).__name__).split("\n")[0]

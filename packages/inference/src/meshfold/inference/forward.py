@@ -26,6 +26,7 @@ from meshfold.inference.routing import head_of, routed, unrouted_reason
 from meshfold.inference.row_kernels import RowKernels
 from meshfold.inference.sampling import Sampling, sample, sampling_rows
 from meshfold.inference.schedule import Request, Span, Step
+from meshfold.inference.split_words import SplitWords, split_words
 from meshfold.mesh import SpecError
 from meshfold.mesh.collectives import all_gather_object
 from meshfold.mesh.model_io import eval_mode
@@ -69,6 +70,7 @@ class PagedForward:
         pool: keys and values of this rank.
         row_kernels: for a single running sequence on a GPU; None if they are not used.
         sums: over ranks, fused with the norms after them, for few running sequences on GPUs; None if they are not used.
+        words: those of this rank, where ranks split them; None if each has the logits of all.
         without: why ``row_kernels`` or ``sums`` are not used, by that name, on a GPU.
     """
 
@@ -110,6 +112,8 @@ class PagedForward:
         self.pool = Pool(shapes, pages, size, device, cache)
         self._blocks = CompiledBlocks(self.model, self._number, compile) if compile else None
         self._paged = {layer: self.pool.layer(number) for layer, number in self._number.items()} if compile else {}
+        alone = self._calls.staged or self._parts.parts > 1
+        self.words: SplitWords | None = None if alone else split_words(head_of(self.model))
         self.row_kernels: RowKernels | None = None
         self.sums: FusedSums | None = None
         self.without: dict[str, str] = {}
@@ -118,13 +122,16 @@ class PagedForward:
         self._check()
 
     @contextmanager
-    def entered(self, *, compiled: bool = False, single: bool = False, rows: int = 0) -> Iterator[None]:
+    def entered(
+        self, *, compiled: bool = False, single: bool = False, rows: int = 0, words: SplitWords | None = None
+    ) -> Iterator[None]:
         """Context manager: the model is ready, its attention is routed to the pool, and its blocks are compiled if requested.
 
         Args:
             compiled: run compiled blocks, if there are any.
             single: use the kernels of a single row.
             rows: of running sequences, whose sums are fused if they are few; 0 for others.
+            words: logits are of these; None: of all.
         """
         with ExitStack() as stack:
             if compiled and self._blocks is not None:
@@ -136,6 +143,8 @@ class PagedForward:
                 stack.enter_context(self.row_kernels.entered())
             if self.sums is not None and 0 < rows <= self.sums.rows:
                 stack.enter_context(self.sums.entered())
+            if words is not None:
+                stack.enter_context(words.entered())
             stack.enter_context(routed(self.model, self._attend, self._paged if compiled else None))
             stack.enter_context(without_tracking())
             head = head_of(self.model)
@@ -158,8 +167,7 @@ class PagedForward:
         for layer in self._paged.values():
             layer.rows = rows
         logits = self._calls.logits(ids.unsqueeze(1), positions.unsqueeze(1))
-        self._words = logits.shape[-1]
-        logits = logits.reshape(-1, self._words)
+        logits = logits.reshape(-1, logits.shape[-1])
         return logits if chosen is None or logits.shape[0] != ids.shape[0] else logits[chosen]
 
     def run_ahead(self, step: Step, steps: int) -> list[Sampled]:
@@ -187,8 +195,9 @@ class PagedForward:
             rolled = batch.run(steps, None)
         else:
             count = each * self._parts.parts
-            with self.entered(compiled=True, single=count == 1, rows=count):
-                rolled = batch.run(steps, self.logits)
+            words = self.words if batch.plain else None
+            with self.entered(compiled=True, single=count == 1, rows=count, words=words):
+                rolled = batch.run(steps, self.logits, words)
         for tokens, logprobs in zip(*rolled, strict=True):
             found.append(([tokens[row] for row in places], [logprobs[row] for row in places]))
         return found
@@ -279,11 +288,14 @@ class PagedForward:
             for step in (Step((), spans(0, 2)), Step((), spans(2, 1)), Step(spans(3, 1), ())):
                 batch = lay_out(step, self._parts, size, self.pool.spare, self.device)
                 logits = self.logits(batch.ids, batch.positions, batch.rows)
+                self._words = logits.shape[-1]
                 found.append(logits.view(self._parts.parts, -1, self._words)[:, : step.spans[0].count])
         if self.row_kernels is not None and not self._parts.split:
             self._try_row_kernels(batch, found[-1][0])
         if self.sums is not None:
             self._try_sums(batch, found[-1][0])
+        if self.words is not None:
+            self._try_words(self.words, batch, found[-1][0])
         with ready(self.model), without_tracking():
             ids = torch.tensor([prompt], device=self.device).expand(self._parts.each(1) * self._parts.parts, -1)
             expected = self._calls.logits(ids)[:1].float()
@@ -313,11 +325,19 @@ class PagedForward:
         if any(reasons):
             self.sums, self.without["sums"] = None, next(filter(None, reasons))
 
+    def _try_words(self, words: SplitWords, batch: Batch, wanted: Tensor) -> None:
+        """Let ranks split the words; gather logits on all ranks if the head's output is not what the model returns."""
+        mine = wanted[:, words.first : words.first + words.count]
+        reason = self._differs("choice by each rank among its words", batch, mine, words=words)
+        if any(all_gather_object(reason, words.group, self.device)):
+            self.words = None
+
     def _differs(self, what: str, batch: Batch, wanted: Tensor, **entered: Any) -> str:
         """Return why rows are not computed in a way of :meth:`entered`; empty if they have the logits that they have without it."""
         try:
             with self.entered(**entered):
-                error = _distance(self.logits(batch.ids, batch.positions, batch.rows), wanted)
+                logits = self.logits(batch.ids, batch.positions, batch.rows)
+                error = _distance(logits[:, : wanted.shape[-1]], wanted)
         except Exception as problem:  # of Triton's compiler
             reason = (str(problem) or type(problem).__name__).strip().split("\n")[0]
             warnings.warn(f"no {what}, which is slower: {reason}", stacklevel=2)

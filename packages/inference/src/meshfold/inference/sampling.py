@@ -18,13 +18,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from meshfold.kernels import random_bits
+from meshfold.inference.split_words import SplitWords
+from meshfold.kernels import choose_words, log_exponential, merge_words, random_bits, random_stream, word_parts
 from meshfold.mesh import SpecError
 from meshfold.mesh.random import key_of
 from meshfold.mesh.spec import argument_checks as settings
 
 _KEY, _WORD, _REQUEST = (key_of(f"meshfold.inference.{name}") for name in ("position", "word", "request"))
-_MOST = (1 << 63) - 1
 _OFF = 1 << 30
 
 
@@ -104,6 +104,11 @@ class SamplingRows:
     penalizes: bool
 
     @property
+    def plain(self) -> bool:
+        """True if a choice needs nothing but logits, temperatures and random numbers: ranks may split the words."""
+        return not self.truncates and not self.penalizes
+
+    @property
     def parts(self) -> tuple[bool, bool, bool]:
         """The parts of the work that are done; a captured graph depends on them."""
         return self.draws, self.truncates, self.penalizes
@@ -130,7 +135,9 @@ def sampling_rows(rows: Sequence[Sampling], device: torch.device) -> SamplingRow
     )
 
 
-def sample(logits: Tensor, positions: Tensor, rows: SamplingRows, seen: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def sample(
+    logits: Tensor, positions: Tensor, rows: SamplingRows, seen: Tensor | None = None, words: SplitWords | None = None
+) -> tuple[Tensor, Tensor]:
     """Choose the next token of every row.
 
     Args:
@@ -138,26 +145,34 @@ def sample(logits: Tensor, positions: Tensor, rows: SamplingRows, seen: Tensor |
         positions: ``b`` int64, the place that the new token will have in its sequence.
         rows: settings.
         seen: ``b v`` bool, words that a row has already; needed if some row has a repetition penalty.
+        words: logits are of these; no row may have a penalty or be truncated then. None: of all words.
 
     Returns:
         Tokens ``b`` int64, and their log-probs ``b`` in float32 (float64 for float64 logits): those of the model at the row's
         temperature (at 1 where it is 0), before any penalty and truncation. A trainer computes the same for these tokens.
     """
+    drawn = rows.temperature > 0
+    divisor = torch.where(drawn, rows.temperature, 1.0)
+    states = _states(rows.seed, positions) if rows.draws else None
+    if rows.plain:
+        noise = (states, drawn if rows.draws else None)
+        if words is None:
+            return choose_words(logits, divisor, *noise)
+        return merge_words(words.gathered(word_parts(logits[:, : words.count], divisor, words.first, *noise)))
+    top, total = word_parts(logits, divisor)[:, 3:].unbind(1)
     wide = logits if logits.dtype == torch.float64 else logits.float()
-    divisor = torch.where(rows.temperature > 0, rows.temperature, 1.0).to(wide.dtype).unsqueeze(1)
+    divisor = divisor.to(wide.dtype).unsqueeze(1)
     scores = wide / divisor
-    normalizer = torch.logsumexp(scores, -1)
     chosen = scores
     if rows.penalizes and seen is not None:
         penalty = rows.penalty.to(wide.dtype).unsqueeze(1)
         chosen = torch.where(seen, torch.where(wide < 0, wide * penalty, wide / penalty), wide) / divisor
     if rows.truncates:
         chosen = truncated(chosen, rows)
-    if rows.draws:
-        noise = _log_exponential(rows.seed, positions, chosen.shape[-1])
-        chosen = torch.where(rows.temperature.unsqueeze(1) > 0, chosen - noise, chosen)
+    if states is not None:
+        chosen = torch.where(drawn.unsqueeze(1), chosen - log_exponential(states, chosen.shape[-1]), chosen)
     tokens = chosen.argmax(-1)
-    return tokens, scores.gather(1, tokens.unsqueeze(1)).squeeze(1) - normalizer
+    return tokens, scores.gather(1, tokens.unsqueeze(1)).squeeze(1) - top - total.log()
 
 
 def _signed(seed: int) -> int:
@@ -186,11 +201,8 @@ def truncated(scores: Tensor, rows: SamplingRows) -> Tensor:
     return torch.where((scores >= least) | greedy, scores, -torch.inf)
 
 
-def _log_exponential(seeds: Tensor, positions: Tensor, words: int) -> Tensor:
-    """Return logarithms of exponentially distributed numbers, ``b v`` in float32, for (seed, position, word)."""
-    word = torch.arange(words, device=seeds.device)
-    bits = random_bits(random_bits(seeds, _KEY, positions).unsqueeze(1), _WORD, word)
-    uniform = ((bits >> 1) & _MOST).to(torch.float32) * 2.0**-63
-    # Close to 0 float32 has all the digits it needs; 1 - 2**-24 is the largest number below 1.
-    uniform = uniform.clamp(2.0**-63, 1 - 2.0**-24)
-    return (-torch.log1p(-uniform)).log()
+def _states(seeds: Tensor, positions: Tensor) -> Tensor:
+    """Return the state of each row's random numbers at its position, int64 ``b``."""
+    found = random_stream(random_bits(seeds, _KEY, positions), _WORD)
+    assert isinstance(found, Tensor)
+    return found

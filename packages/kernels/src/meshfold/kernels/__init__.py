@@ -108,6 +108,7 @@ from meshfold.kernels.pair_attention import (
     pair_attention_makes_logits,
 )
 from meshfold.kernels.random_bits import random_bits
+from meshfold.kernels.random_bits import stream as random_stream
 from meshfold.kernels.rotary import apply_rotary, apply_rotary_
 from meshfold.kernels.row_product import RowWeight, row_product
 from meshfold.kernels.segment_attention import Segment, Segments, segment_attention
@@ -132,6 +133,7 @@ from meshfold.kernels.tensor_lists import (
     lion_lists,
 )
 from meshfold.kernels.token_rows import sum_rows, take_rows
+from meshfold.kernels.word_choice import choose_words, log_exponential, merge_words, word_parts
 
 __all__ = [
     "CACHE_FORMS",
@@ -185,6 +187,7 @@ __all__ = [
     "bind_fp8_matmul",
     "came_distance_lists",
     "casts_apart",
+    "choose_words",
     "count_kernels",
     "count_parts",
     "cross_entropy",
@@ -222,9 +225,11 @@ __all__ = [
     "linear_log_probs",
     "lion_lists",
     "local_max",
+    "log_exponential",
     "loss_per_row",
     "masked_attention",
     "merge_attention_",
+    "merge_words",
     "of_codes",
     "one_shot_bytes",
     "one_shot_rows",
@@ -238,6 +243,7 @@ __all__ = [
     "pair_attention_forward",
     "pair_attention_makes_logits",
     "random_bits",
+    "random_stream",
     "rms_norm",
     "rms_norm_apply",
     "rms_norm_backward_apply",
@@ -263,5 +269,6 @@ __all__ = [
     "use",
     "weight_scales",
     "weighted_swiglu",
+    "word_parts",
     "write_gradient",
 ]
