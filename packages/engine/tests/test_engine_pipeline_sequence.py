@@ -23,8 +23,8 @@ RING, ULYSSES = dict(mode="ring", size=2), dict(mode="ulysses", size=2)
 BOTH = dict(mode="ring_ulysses", size=4, ulysses=2)
 RATE = 0.1
 EIGHT: list[tuple[dict[str, Any], str]] = [
-    (dict(data=2, pipeline=2, sequence=RING), "tied"),
-    (dict(tensor=2, sequence=RING, pipeline=2), "llama"),
+    (dict(data=2, pipeline=2, sequence=RING), "two tied"),
+    (dict(tensor=2, sequence=RING, pipeline=2), "two"),
 ]
 """The two specs that a gradient is most easily summed over the wrong ranks in"""
 
@@ -88,7 +88,7 @@ def test_every_gradient_is_that_of_one_process(parallel: dict[str, Any], model: 
 
 def summed_over(parallel: dict[str, Any]) -> tuple[dict[str, int], set[int]]:
     """Every rank gives all its gradients the value 2**rank: this rank's coordinates, and the bits of what comes back."""
-    with engine_of(parallel, "llama") as engine:  # a tied table is summed over its stages besides
+    with engine_of(parallel, "two") as engine:  # a tied table is summed over its stages besides
         states, mesh = engine.states, engine.mesh
         engine.runner.gradients.begin()  # a forward would
         with states.backward("last"):
@@ -161,8 +161,8 @@ MORE_OF_FOUR: list[Case] = [
     (ordered("1f1b", RING, zero=dict(stage=2, placement="cpu")), "llama", {}),
 ]
 OF_EIGHT: list[Case] = [
-    (dict(data=2, pipeline=2, sequence=ULYSSES, zero=dict(stage=2)), "dropping", {}),
-    (dict(tensor=dict(mode="2d", grid=(2, 1)), pipeline=2, sequence=RING), "dropping", {}),
+    (dict(data=2, pipeline=2, sequence=ULYSSES, zero=dict(stage=2)), "two dropping", {}),
+    (dict(tensor=dict(mode="2d", grid=(2, 1)), pipeline=2, sequence=RING), "two dropping", {}),
 ]
 MORE_OF_EIGHT: list[Case] = [
     (dict(tensor=2, pipeline=2, sequence=RING, zero=dict(stage=1)), "tied", {"gradient_accumulation": 2}),
@@ -234,7 +234,7 @@ def test_a_loss_of_ones_own_gets_whole_sequences() -> None:
 
 
 def text(parallel: dict[str, Any]) -> Tensor:
-    with engine_of(parallel, "dropping") as engine:
+    with engine_of(parallel, "two dropping") as engine:
         engine.train_step(engine.shard_batch(batches(1)[0]))
         ids = batches(1)[0]["input_ids"][:3, :3]
         return generate(engine.generator, ids, 5, temperature=0.0)

@@ -91,6 +91,7 @@ def break_in_training(world: int, bad: int, folder: str, tensor: int) -> None:
         engine.close()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("world", "bad", "tensor"), [(2, 1, 1), (4, 3, 2)])
 def test_a_disk_that_breaks_in_training(world: int, bad: int, tensor: int, tmp_path: Path) -> None:
     """Also for the ranks of another data group, which only meet this one in tensor parallelism."""

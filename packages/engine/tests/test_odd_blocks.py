@@ -36,7 +36,7 @@ IN_FOUR = [name for name in IN_STAGES if name not in IN_TWO]
 SHARED = ("0101", "0120", "0000", "0011", "one inside", "outside too")
 
 
-@pytest.mark.few(10)
+@pytest.mark.few(7)
 @pytest.mark.parametrize("name", IN_STAGES)
 @ranks(2)
 def test_in_two_stages(name: str) -> None:
@@ -50,6 +50,7 @@ def test_in_four_stages_with_weight_gradients_apart(name: str) -> None:
     check(name, dict(pipeline=dict(size=4, microbatches=4, schedule="zb-h1")), microbatches=4)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", ["0120", "0011", "outside too", "one act", "one norm", "input", "encoder"])
 @ranks(2)
 def test_in_stages_that_a_rank_has_two_of(name: str) -> None:
@@ -114,6 +115,7 @@ def test_without_stages(name: str, parallel: dict[str, Any]) -> None:
     check(name, parallel)
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("name", ["0120", "0000", "one inside", "looping", "relu"])
 @pytest.mark.parametrize("parallel", [dict(data=2), TWO], ids=["data", "pipeline"])
 @ranks(2)

@@ -20,7 +20,7 @@ from meshfold.optimizers import Adafactor, AdafactorHF, Came, Lamb, Lars, Lion, 
 
 sys.path.append(str(Path(__file__).parent))  # for the helpers beside this file, on every rank
 import expert_cases
-from pipeline_cases import MODELS, Case, batches, compare, engine_of, relay
+from pipeline_cases import MODELS, Case, batches, compare, engine_of, relay, steps_alone
 
 STEPS, FEW = 10, 4  # of the tests that have every spec, and of those that have a diagonal
 SMALL: dict[str, dict[str, Any]] = {
@@ -56,8 +56,8 @@ def cases(name: str, model: str, specs: list[dict[str, Any]], **settings: Any) -
 
 def test_norms() -> None:
     """Norms of whole tensors, also of those that some ranks share and of which a rank has a few elements."""
-    lamb, lars = cases("lamb", "llama", TENSOR_ZERO), cases("lars", "llama", [TENSOR[2], *HOST])
-    compare(4, [*lamb, *lars, *cases("lamb", "tied", [PIPELINE[1]])], batches(2))
+    lamb, lars = cases("lamb", "two", TENSOR_ZERO), cases("lars", "two", [TENSOR[2], *HOST])
+    compare(4, [*lamb, *lars, *cases("lamb", "two tied", [PIPELINE[1]])], batches(2), steps_alone)
 
 
 @pytest.mark.parametrize("make", [partial(Lamb, lr=0.02, weight_decay=0.1), partial(Lars, lr=0.5, nesterov=True)])
@@ -196,12 +196,13 @@ EIGHT: list[dict[str, Any]] = [
 @pytest.mark.few(2)
 @pytest.mark.parametrize("parallel", [TENSOR[2], *TENSOR_ZERO, ZERO[2], *HOST, PIPELINE[1]], ids=str)
 def test_elements(parallel: dict[str, Any]) -> None:
-    compare(4, cases("lion", "llama", [parallel]), batches(2))
+    compare(4, cases("lion", "two", [parallel]), batches(2), steps_alone)
 
 
 def test_muon_by_roles() -> None:
     """Roles are those of the whole model, whatever a rank has of it."""
-    compare(4, [*cases("muon", "llama", PIPELINE_TENSOR), *cases("muon", "tied", [PIPELINE[1]])], batches(2))
+    staged = [*cases("muon", "two", PIPELINE_TENSOR), *cases("muon", "two tied", [PIPELINE[1]])]
+    compare(4, staged, batches(2), steps_alone)
     for found in run_on_ranks(4, groups_of_muon, [dict(zero=dict(stage=1)), TENSOR[2]]):
         for groups, rates in found:
             assert groups == {"matrices": 4 * 4, "embeddings": 1, "head": 1, "norms_and_biases": 4 * 2 + 1}
@@ -295,7 +296,7 @@ DIAGONAL: dict[str, list[dict[str, Any]]] = {
 @pytest.mark.parametrize("name", DIAGONAL)
 def test_matrices(name: str) -> None:
     """Rows and columns of whole tensors, also of those that some ranks share."""
-    compare(4, cases(name, "llama", DIAGONAL[name]), batches(FEW))
+    compare(4, cases(name, "two", DIAGONAL[name]), batches(FEW), steps_alone)
 
 
 @pytest.mark.slow
@@ -305,10 +306,10 @@ def test_every_optimizer_under_every_spec(name: str) -> None:
     specs = [{}, *ZERO, *HOST, *TENSOR, *TENSOR_ZERO, *PIPELINE, *PIPELINE_TENSOR]
     specs += [dict(sequence=dict(mode="ring", size=2), zero=dict(stage=zero)) for zero in (1, 3)]
     specs += [dict(pipeline=2, zero=dict(stage=3)), dict(tensor=dict(mode="2d", size=4), zero=dict(stage=2))]
-    compare(4, cases(name, "llama", specs), batches(STEPS))
+    compare(4, cases(name, "llama", specs), batches(STEPS), steps_alone)
     if name != "lion":
-        compare(4, cases(name, "tied", [TENSOR[2], ZERO[2], *PIPELINE, *PIPELINE_TENSOR]), batches(STEPS))
-    compare(8, cases(name, "llama", EIGHT), batches(STEPS))
+        compare(4, cases(name, "tied", [TENSOR[2], ZERO[2], *PIPELINE, *PIPELINE_TENSOR]), batches(STEPS), steps_alone)
+    compare(8, cases(name, "llama", EIGHT), batches(STEPS), steps_alone)
 
 
 Sums = list[list[tuple[str, tuple[str, ...], int]]]
@@ -343,7 +344,7 @@ def test_all_norms_are_summed_in_one_collective_a_step() -> None:
 def leg(
     name: str, parallel: dict[str, Any], load: str, save: str, given: list[dict[str, Tensor]]
 ) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor]]:
-    with engine_of(parallel, "llama", optimizer=SMALL[name]) as engine:
+    with engine_of(parallel, "two", optimizer=SMALL[name]) as engine:
         if load:
             engine.load(load)
         loaded = engine.full_state_dict()

@@ -19,9 +19,11 @@ from meshfold.tensor_parallel import matmul_cost
 @pytest.mark.parametrize(
     ("mode", "attention", "axes", "steps"),
     [
-        ("dap", "exchange", {"axial": 4}, 1),
+        pytest.param(
+            "dap", "exchange", {"axial": 4}, 1, marks=pytest.mark.slow
+        ),  # the mode below, without depth and rows
         ("grid", "ring", {"row": 2, "col": 2}, 2),
-        ("grid", "gather", {"row": 1, "col": 4}, 1),
+        pytest.param("grid", "gather", {"row": 1, "col": 4}, 1, marks=pytest.mark.slow),
         ("grid+depth", "exchange", {"depth": 2, "row": 1, "col": 2}, 1),
     ],
 )

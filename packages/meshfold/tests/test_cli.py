@@ -592,7 +592,7 @@ def test_a_rank_that_fails_in_the_middle_ends_the_job(meshfold: Run, text: Path,
 
 
 @pytest.mark.parametrize(
-    ("start", "ranks"), [("cold", 1), ("warm", 2), pytest.param("cold", 2, marks=pytest.mark.slow)]
+    ("start", "ranks"), [("warm", 1), ("warm", 2), *(pytest.param("cold", n, marks=pytest.mark.slow) for n in (1, 2))]
 )
 def test_ctrl_c_leaves_a_checkpoint_and_no_process_behind(
     start: str, ranks: int, text: Path, tmp_path: Path, warm_python: str

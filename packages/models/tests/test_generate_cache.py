@@ -65,7 +65,9 @@ def lengths(model: nn.Module) -> Iterator[list[int]]:
 # -- one process ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, pytest.param(torch.float32, marks=pytest.mark.slow)], ids=["float64", "float32"]
+)
 @pytest.mark.parametrize(
     "model",
     [gpt(), gpt(window=WINDOW), gpt(kv_heads=2, head_dim=4), llama(), llama(window=WINDOW), llama(window=1)],
@@ -257,7 +259,7 @@ CASES: list[tuple[int, dict[str, Any], str, int]] = [
 ]
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("size", "parallel", "model", "rows"), CASES)
 def test_ranks_write_the_text_of_one_process(size: int, parallel: dict[str, Any], model: str, rows: int) -> None:
     wanted = texts({}, model, rows, use_cache=False)[1:]

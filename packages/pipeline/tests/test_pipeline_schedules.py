@@ -114,10 +114,11 @@ def random_schedule(seed: int, count: int) -> Schedule:
     return Schedule.of(lists, name=f"random{seed}", microbatches=many)
 
 
+@pytest.mark.parametrize("seeds", [range(5), pytest.param(range(5, 40), marks=pytest.mark.slow)], ids=["few", "many"])
 @ranks(4)
-def test_random_lists_train_as_one_process() -> None:
+def test_random_lists_train_as_one_process(seeds: range) -> None:
     serial = model(8, tie=True)
-    for seed in range(12):
+    for seed in seeds:
         plan = random_schedule(seed, 4)
         pipeline = Pipeline(copy.deepcopy(serial), Mesh({"pipe": 4}), schedule=plan)
         batch = tokens(plan.microbatches + 1, seed)
