@@ -52,7 +52,8 @@ class AttentionPairBias(nn.Module):
         s, mask = flat(s, 2), flat_mask(mask, lead, 1)
         coming = send_bias(axes, pair_bias(axes.memory, self.layer_norm_z, self.linear_z, flat(z, 3)))
         x = self.layer_norm_a(s)
-        y = self.mha.output(attend_residues(axes, *self.mha.project(x), coming, mask), x)
+        q, k, v, logits = self.mha.project(x)
+        y = self.mha.output(attend_residues(axes, q, k, v, coming, mask), x, logits)
         y = y.view(*lead, *y.shape[1:])
         return y if into is None else into.add_(y)
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
+import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from meshfold.folding import functions
 
@@ -47,6 +50,25 @@ class Linear(nn.Linear):
             nn.init.trunc_normal_(self.weight, std=std, a=-2 * std, b=2 * std)
 
 
+def apply_together(x: Tensor, layers: Sequence[nn.Module]) -> Sequence[Tensor]:
+    """Apply linear layers to one input by one matmul: ``.. c_in -> .. c_out`` for each, parts of one tensor.
+
+    Backward has one matmul for the gradient of ``x`` too, where it had one a layer and summed them. Layers of another class, or
+    with hooks, are called one by one.
+    """
+    plain = [
+        layer for layer in layers if type(layer) is Linear and not (layer._forward_hooks or layer._forward_pre_hooks)
+    ]
+    if len(plain) < len(layers):
+        return [layer(x) for layer in layers]
+    weight = torch.cat([layer.weight for layer in plain])
+    bias = None
+    if any(layer.bias is not None for layer in plain):
+        none = weight.new_zeros(max(layer.out_features for layer in plain))
+        bias = torch.cat([none[: layer.out_features] if layer.bias is None else layer.bias for layer in plain])
+    return functional.linear(x, weight, bias).split([layer.out_features for layer in plain], -1)
+
+
 class LayerNorm(nn.LayerNorm):
     """``nn.LayerNorm`` over the channels, computed by :func:`meshfold.folding.functions.layer_norm`."""
 
@@ -82,18 +104,22 @@ class Attention(nn.Module):
         self.linear_o = Linear(width, c, bias=biased, init="final")
         self.linear_g = Linear(c, width, bias=biased, init="gating" if biased else "final")
 
-    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries, keys and values: ``.. n c -> .. n h d``."""
-        heads = (self.no_heads, self.c_hidden)
-        return (
-            self.linear_q(x).unflatten(-1, heads),
-            self.linear_k(x).unflatten(-1, heads),
-            self.linear_v(x).unflatten(-1, heads),
-        )
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Return queries, keys and values, ``.. n c -> .. n h d``, and logits of the gate, ``.. n (h d)``.
 
-    def output(self, out: Tensor, x: Tensor) -> Tensor:
-        """Gate and project what was attended to: ``.. n h d -> .. n c``; ``x`` is the queries' input."""
-        y: Tensor = self.linear_o(functions.gate(out.flatten(-2), self.linear_g(x)))
+        The logits are None without gradients: :meth:`output` computes them then, so that they are not held meanwhile.
+        """
+        layers = [self.linear_q, self.linear_k, self.linear_v]
+        if torch.is_grad_enabled():  # they are kept for backward in any case
+            layers.append(self.linear_g)
+        made = apply_together(x, layers)
+        q, k, v = (y.unflatten(-1, (self.no_heads, self.c_hidden)) for y in made[:3])
+        return q, k, v, made[3] if len(made) > 3 else None
+
+    def output(self, out: Tensor, x: Tensor, logits: Tensor | None) -> Tensor:
+        """Gate and project what was attended to: ``.. n h d -> .. n c``; ``x`` is the queries' input, ``logits`` its gate's."""
+        logits = self.linear_g(x) if logits is None else logits
+        y: Tensor = self.linear_o(functions.gate(out.flatten(-2), logits))
         return y
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -17,7 +18,7 @@ from meshfold.folding.axial.axes import WHOLE, Axes
 from meshfold.folding.axial.product import EdgeProduct, edge_product
 from meshfold.folding.axial.sizes import Sizes, rows_cost
 from meshfold.folding.memory import Parts, run_parts
-from meshfold.folding.primitives import Attention, LayerNorm, Linear
+from meshfold.folding.primitives import Attention, LayerNorm, Linear, apply_together
 from meshfold.folding.shapes import flat, flat_mask, flat_target
 from meshfold.folding.state_names import accept_names
 from meshfold.tensor_parallel import CostEntry
@@ -73,8 +74,11 @@ class TriangleMultiplication(nn.Module):
         parts = self.channel_parts(z)
         if parts.is_whole:
             z = self.layer_norm_in(z)
-            x = self._multiply(self._edges("a", z, pair_mask), self._edges("b", z, pair_mask))
-            x = functions.gate(self.linear_z(self.layer_norm_out(x)), self.linear_g(z))
+            a, b, logits = self._operands(z, pair_mask)
+            x = self._multiply(a, b)
+            del a, b
+            x = self.linear_z(self.layer_norm_out(x))
+            x = functions.gate(x, self.linear_g(z) if logits is None else logits)
             x = x.view(*lead, *x.shape[1:])
             return x if into is None else into.add_(x)
 
@@ -104,6 +108,17 @@ class TriangleMultiplication(nn.Module):
     def _row_parts(self, z: Tensor, numbers: int) -> Parts:
         """Return parts in rows of ``b i j c`` that hold so many numbers a pair."""
         return Parts.of(self.axes.memory, z.shape[1], z.shape[0] * z.shape[2] * numbers * z.element_size())
+
+    def _operands(self, z: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return both operands from normalised pairs, and logits of the output's gate.
+
+        Without gradients the logits are None, and nothing is computed before it is used: what one matmul gives is held at once.
+        """
+        if not torch.is_grad_enabled():
+            return self._edges("a", z, mask), self._edges("b", z, mask), None
+        layers = [self.linear_a_p, self.linear_a_g, self.linear_b_p, self.linear_b_g, self.linear_g]
+        a_p, a_g, b_p, b_g, logits = apply_together(z, layers)
+        return functions.gate(a_p, a_g, mask), functions.gate(b_p, b_g, mask), logits
 
     def _edges(self, name: str, z: Tensor, mask: Tensor | None, channels: slice = slice(None)) -> Tensor:
         """Return some channels of an operand, ``a`` or ``b``, from normalised pairs."""

@@ -128,7 +128,7 @@ def _attend(
     if exchanges:
         x = redistribute(axes.move("a:rows n:columns", "a:rows,columns n", LINE), x)
     x = norm(x)
-    q, k, v = mha.project(x)
+    q, k, v, logits = mha.project(x)
     key_bias = None
     if own is not None:
         padding = axes.padded(own.shape[-1]) - own.shape[-1]
@@ -141,5 +141,5 @@ def _attend(
         out = ring_attend(q, k, v, pair_bias, key_bias, axes.mesh, axes.columns)
     else:
         out = functions.attend(q, k, v, pair_bias, key_bias, axes.memory.chunk_bytes)
-    y = mha.output(out, x)
+    y = mha.output(out, x, logits)
     return redistribute(axes.move("a:rows,columns n", "a:rows n:columns", LINE), y) if exchanges else y
