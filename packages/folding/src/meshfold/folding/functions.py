@@ -84,9 +84,18 @@ def key_bias_of(mask: Tensor, dtype: torch.dtype, padding: int = 0) -> Tensor:
 
 def multiply_edges(x: Tensor, w: Tensor) -> Tensor:
     """Multiply matrices of edges, channel by channel: ``b m k c, b n k c -> b m n c`` (Algorithms 11 and 12 of AlphaFold 2)."""
-    # A batched product copies operands whose last dims do not lie in a row, in forward and again in backward.
-    x, w = (t.permute(0, 3, 1, 2).contiguous() for t in (x, w))
+    x, w = (_as_matrices(t) for t in (x, w))
     return torch.matmul(x, w.transpose(-1, -2)).permute(0, 2, 3, 1)
+
+
+def _as_matrices(x: Tensor) -> Tensor:
+    """Return ``b m k c`` as ``b c m k``, copied unless rows or columns of each matrix lie in a row.
+
+    A batched product copies other operands, in forward and again in backward.
+    """
+    x = x.permute(0, 3, 1, 2)
+    turned = x.transpose(-1, -2)
+    return x if turned.is_contiguous() else x.contiguous()
 
 
 def outer_products(

@@ -6,6 +6,7 @@ ranks: only the axes of rows and columns change places.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -22,6 +23,9 @@ from meshfold.folding.primitives import Attention, LayerNorm, Linear, apply_toge
 from meshfold.folding.shapes import flat, flat_mask, flat_target
 from meshfold.folding.state_names import accept_names
 from meshfold.tensor_parallel import CostEntry
+
+CHANNELS = 8
+"""Parts of a product have a multiple of so many channels: GPUs multiply matrices whose rows are aligned to 16 bytes."""
 
 
 class TriangleMultiplication(nn.Module):
@@ -83,9 +87,7 @@ class TriangleMultiplication(nn.Module):
             return x if into is None else into.add_(x)
 
         def some_channels(first: int, size: int) -> Tensor:
-            channels = slice(first, first + size)
-            a, b = (self._edges_by_rows(name, z, pair_mask, channels) for name in "ab")
-            return self._multiply(a, b)
+            return self._multiply(*self._operands_by_rows(z, pair_mask, slice(first, first + size)))
 
         x = run_parts(parts, some_channels, 3)
 
@@ -103,7 +105,7 @@ class TriangleMultiplication(nn.Module):
         # Two operands, the gathered one and partial sums, with copies that a batched product makes.
         gathered = self.axes.multiple if self.axes.is_split else 1
         line = z[..., 0].numel() * z.element_size() * (7 + 2 * gathered)
-        return Parts.of(self.axes.memory, self.linear_a_p.out_features, line, gradients)
+        return Parts.of(self.axes.memory, self.linear_a_p.out_features, line, gradients, multiple=CHANNELS)
 
     def _row_parts(self, z: Tensor, numbers: int) -> Parts:
         """Return parts in rows of ``b i j c`` that hold so many numbers a pair."""
@@ -120,24 +122,28 @@ class TriangleMultiplication(nn.Module):
         a_p, a_g, b_p, b_g, logits = apply_together(z, layers)
         return functions.gate(a_p, a_g, mask), functions.gate(b_p, b_g, mask), logits
 
-    def _edges(self, name: str, z: Tensor, mask: Tensor | None, channels: slice = slice(None)) -> Tensor:
-        """Return some channels of an operand, ``a`` or ``b``, from normalised pairs."""
-        made = []
-        for layer in (getattr(self, f"linear_{name}_p"), getattr(self, f"linear_{name}_g")):
-            made.append(
-                functional.linear(z, layer.weight[channels], None if layer.bias is None else layer.bias[channels])
-            )
-        return functions.gate(made[0], made[1], mask)
+    def _edges(self, name: str, z: Tensor, mask: Tensor | None) -> Tensor:
+        """Return an operand, ``a`` or ``b``, from normalised pairs."""
+        return functions.gate(getattr(self, f"linear_{name}_p")(z), getattr(self, f"linear_{name}_g")(z), mask)
 
-    def _edges_by_rows(self, name: str, z: Tensor, mask: Tensor | None, channels: slice) -> Tensor:
-        """Return some channels of an operand from pairs, some rows at a time."""
+    def _operands_by_rows(self, z: Tensor, mask: Tensor | None, channels: slice) -> Sequence[Tensor]:
+        """Return some channels of both operands from pairs, some rows at a time."""
+        layers = [self.linear_a_p, self.linear_b_p, self.linear_a_g, self.linear_b_g]
+        weight = torch.cat([layer.weight[channels] for layer in layers])
+        bias = None if self.linear_a_p.bias is None else torch.cat([layer.bias[channels] for layer in layers])
+        # On one rank channels lie first, as the product of matrices needs them; between ranks whole pairs are sent.
+        split = self.axes.is_split
 
         def compute(first: int, size: int) -> Tensor:
             some = None if mask is None else mask.narrow(1, first, size)
-            return self._edges(name, self.layer_norm_in(z.narrow(1, first, size)), some, channels)
+            made, logits = functional.linear(self.layer_norm_in(z.narrow(1, first, size)), weight, bias).chunk(2, -1)
+            both = functions.gate(made, logits, some)
+            return both if split else both.permute(0, 3, 1, 2)
 
-        parts = self._row_parts(z, z.shape[-1])  # within a part in channels, which is recomputed already
-        return run_parts(replace(parts, recompute=parts.count > 1), compute, 1)
+        # Within a part in channels, which is recomputed already.
+        parts = self._row_parts(z, z.shape[-1] + 2 * weight.shape[0])
+        both = run_parts(replace(parts, recompute=parts.count > 1), compute, 1 if split else 2)
+        return (both if split else both.permute(0, 2, 3, 1)).chunk(2, -1)
 
     def _multiply(self, a: Tensor, b: Tensor) -> Tensor:
         if self.outgoing:

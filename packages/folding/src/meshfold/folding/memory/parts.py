@@ -32,14 +32,18 @@ class Parts:
         length: lines.
         count: parts; the last one may be shorter.
         recompute: whether backward computes them again.
+        multiple: all parts but the last one have a multiple of so many lines.
     """
 
     length: int
     count: int = 1
     recompute: bool = False
+    multiple: int = 1
 
     @staticmethod
-    def of(memory: MemorySettings, length: int, line_bytes: int, gradients: bool | None = None) -> Parts:
+    def of(
+        memory: MemorySettings, length: int, line_bytes: int, gradients: bool | None = None, multiple: int = 1
+    ) -> Parts:
         """Return the parts that keep to the settings.
 
         Args:
@@ -47,13 +51,18 @@ class Parts:
             length: lines.
             line_bytes: of a line's intermediates in forward.
             gradients: whether a backward follows; None: if autograd records now.
+            multiple: of lines in a part, if the settings allow so many.
         """
         gradients = torch.is_grad_enabled() if gradients is None else gradients
-        if not gradients:
-            return Parts(length, memory.count(length, line_bytes))
-        if not memory.recomputes_updates:  # what is kept whole is made whole
+        if gradients and not memory.recomputes_updates:  # what is kept whole is made whole
             return Parts(length)
-        return Parts(length, memory.count(length, KEPT_IN_BACKWARD * line_bytes), recompute=True)
+        count = memory.count(length, (KEPT_IN_BACKWARD if gradients else 1) * line_bytes)
+        step = -(-length // count)
+        if count > 1 and step >= multiple:
+            count = -(-length // (step // multiple * multiple))
+        else:
+            multiple = 1
+        return Parts(length, count, gradients, multiple)
 
     @property
     def is_whole(self) -> bool:
@@ -64,6 +73,7 @@ class Parts:
     def bounds(self) -> list[tuple[int, int]]:
         """The first line and the number of lines of each part; none is empty."""
         step = max(-(-self.length // self.count), 1)
+        step = -(-step // self.multiple) * self.multiple
         return [(first, min(step, self.length - first)) for first in range(0, self.length, step)] or [(0, 0)]
 
 
