@@ -66,7 +66,9 @@ def apply_together(x: Tensor, layers: Sequence[nn.Module]) -> Sequence[Tensor]:
     if any(layer.bias is not None for layer in plain):
         none = weight.new_zeros(max(layer.out_features for layer in plain))
         bias = torch.cat([none[: layer.out_features] if layer.bias is None else layer.bias for layer in plain])
-    return functional.linear(x, weight, bias).split([layer.out_features for layer in plain], -1)
+    together = functional.linear(x, weight, bias)
+    made: Sequence[Tensor] = together.split([layer.out_features for layer in plain], -1)
+    return made
 
 
 class LayerNorm(nn.LayerNorm):
