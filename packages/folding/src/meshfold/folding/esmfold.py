@@ -22,7 +22,7 @@ from meshfold.folding.axial.residues import (
 )
 from meshfold.folding.axial.sizes import Sizes, join_cost, split_cost
 from meshfold.folding.dropout import ResidueDropout, SharedDropout, name_dropouts
-from meshfold.folding.memory import Parts, add_update, own_tensor, run_block, run_parts
+from meshfold.folding.memory import Parts, add_update, own_tensor, run_block, run_parts, some_lines
 from meshfold.folding.primitives import LayerNorm
 from meshfold.folding.stack import Shapes, Stack
 from meshfold.folding.transitions import run_positions
@@ -64,7 +64,7 @@ class SequenceToPair(nn.Module):
         line = rows.shape[0] * columns.shape[2] * numbers * s.element_size()
 
         def compute(first: int, size: int) -> Tensor:
-            some = rows.narrow(1, first, size)
+            some = some_lines(rows, 1, first, size)
             y: Tensor = self.o_proj(torch.cat((columns * some, columns - some), -1))
             return y
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from meshfold.folding.memory import KEEP_ALL, MemorySettings, Parts, run_parts
+from meshfold.folding.memory import KEEP_ALL, MemorySettings, Parts, run_parts, some_lines
 from meshfold.kernels import pair_attention, pair_attention_makes_logits
 
 
@@ -120,7 +120,7 @@ def outer_products(
     """
 
     def compute(first: int, size: int) -> Tensor:
-        outer = torch.einsum("bsiu,bsjv->bijuv", a.narrow(2, first, size), b).flatten(-2)
+        outer = torch.einsum("bsiu,bsjv->bijuv", some_lines(a, 2, first, size), b).flatten(-2)
         y = functional.linear(outer, weight, bias)
         return y / (norm if isinstance(norm, float) else norm.narrow(1, first, size))
 

@@ -12,7 +12,7 @@ from meshfold.folding.axial.attention import attend_rows, pair_bias
 from meshfold.folding.axial.axes import WHOLE, Axes
 from meshfold.folding.axial.overlap import begin
 from meshfold.folding.axial.sizes import Sizes, rows_cost
-from meshfold.folding.memory import Parts, run_parts
+from meshfold.folding.memory import Parts, run_parts, some_lines
 from meshfold.folding.primitives import Attention, GlobalAttention, LayerNorm, Linear
 from meshfold.folding.shapes import flat, flat_mask, flat_target
 from meshfold.mesh import collectives
@@ -158,7 +158,7 @@ class MSAColumnGlobalAttention(nn.Module):
         columns = axes.take(mask, 2, axes.columns)  # b s r, every sequence of this rank's residues
 
         def compute(first: int, size: int) -> Tensor:
-            return self._attend(m.narrow(2, first, size), columns.narrow(2, first, size))
+            return self._attend(some_lines(m, 2, first, size), columns.narrow(2, first, size))
 
         y = run_parts(self.column_parts(m), compute, 2, flat_target(into, 3))
         return y.view(*lead, *y.shape[1:]) if into is None else into

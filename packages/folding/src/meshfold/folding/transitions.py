@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from meshfold.folding.axial.axes import WHOLE, Axes
-from meshfold.folding.memory import MemorySettings, Parts, run_parts
+from meshfold.folding.memory import MemorySettings, Parts, run_parts, some_lines
 from meshfold.folding.primitives import LayerNorm, Linear
 from meshfold.folding.shapes import flat, flat_target
 from meshfold.folding.state_names import accept_names
@@ -98,7 +98,7 @@ def run_positions(
     mask = None if mask is None else mask.reshape(-1, 1)
 
     def compute(first: int, size: int) -> Tensor:
-        y = update(lines.narrow(0, first, size))
+        y = update(some_lines(lines, 0, first, size))
         return y if mask is None else y * mask.narrow(0, first, size)
 
     y = run_parts(Parts.of(memory, lines.shape[0], numbers * x.element_size()), compute, 0, target)

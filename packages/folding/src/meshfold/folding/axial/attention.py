@@ -22,7 +22,7 @@ from meshfold.folding import functions
 from meshfold.folding.axial.axes import Axes
 from meshfold.folding.axial.overlap import begin, redistribute
 from meshfold.folding.axial.ring import ring_attend
-from meshfold.folding.memory import MemorySettings, Parts, run_parts
+from meshfold.folding.memory import MemorySettings, Parts, run_parts, some_lines
 from meshfold.folding.primitives import Attention
 
 LINE = {"a": 1, "n": 2}
@@ -94,7 +94,7 @@ def pair_bias(memory: MemorySettings, norm: nn.Module, linear: nn.Module, z: Ten
     parts = Parts.of(memory, z.shape[1], z.shape[0] * z.shape[2] * 2 * z.shape[3] * z.element_size())
 
     def compute(first: int, size: int) -> Tensor:
-        bias: Tensor = linear(norm(z.narrow(1, first, size)))
+        bias: Tensor = linear(norm(some_lines(z, 1, first, size)))
         return bias
 
     return run_parts(parts, compute, 1)

@@ -77,6 +77,11 @@ class Parts:
         return [(first, min(step, self.length - first)) for first in range(0, self.length, step)] or [(0, 0)]
 
 
+def some_lines(x: Tensor, dim: int, first: int, size: int) -> Tensor:
+    """Return lines of a tensor: itself for all of them, because the backward of a view fills a tensor and copies into it."""
+    return x if size == x.shape[dim] else x.narrow(dim, first, size)
+
+
 Compute = Callable[[int, int], Tensor]
 
 
