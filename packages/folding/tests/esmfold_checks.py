@@ -19,7 +19,7 @@ from folding_checks import layouts
 from transformers.models.esm.configuration_esm import TrunkConfig
 from transformers.models.esm.modeling_esmfold import EsmFoldTriangularSelfAttentionBlock
 
-from meshfold.folding import EsmFoldStack, parallelize_folding, plan_memory
+from meshfold.folding import EsmFoldStack, MemoryPlanError, parallelize_folding, plan_memory
 from meshfold.mesh import Mesh, barrier, start
 
 C_S, C_Z, BLOCKS = 1024, 128, 2
@@ -67,12 +67,16 @@ def compare(mesh: Mesh, mode: str, residues: int, device: torch.device, dtype: t
     stack = EsmFoldStack(BLOCKS, C_S, C_Z, 32, 32).to(device, dtype).eval()
     sizes = dict(residues=residues, mode=mode, axes=dict(mesh.axes), training=False, dtype=dtype)
     whole = plan_memory(stack, kernels=device.type == "cuda", **sizes)
+    measured = set()
     for share in (1.0, 0.7, 0.5, 0.4):
         try:
             plan = plan_memory(stack, kernels=device.type == "cuda", limit=int(whole.bytes * share), **sizes)
-        except Exception:
+        except MemoryPlanError:
             break
         settings = plan.settings
+        if settings in measured:
+            continue
+        measured.add(settings)
 
         def run_ours(settings: object = settings) -> object:
             parallelize_folding(stack, mesh, mode, memory=settings)
@@ -96,12 +100,10 @@ def main() -> None:
             check_esmfold(mode, axes, device=device, recycles=0)
             if process.rank == 0:
                 print(f"right  {mode:<5} {axes}", flush=True)
-        sizes = [768, 1536, 3072] if device.type == "cuda" else [12]
+        sizes = [768, 1536, 4096] if device.type == "cuda" else [12]
+        split = [(mode, Mesh(axes)) for mode, axes in layouts(world)] if world > 1 else []
         for residues in sizes if "--time" in sys.argv else ():
-            for mode, mesh in (
-                ("dap", Mesh({"axial": 1}, rank=0)),
-                *((mode, Mesh(axes)) for mode, axes in layouts(world)),
-            ):
+            for mode, mesh in (("dap", Mesh({"axial": 1}, rank=0)), *split):
                 dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
                 lines = compare(mesh, mode, residues, device, dtype)
                 barrier(everyone, device)
