@@ -52,12 +52,14 @@ def serial(kind: str, **changes: Any) -> tuple[float, dict[str, Tensor]]:
     return float(loss.detach()), after
 
 
-def compare(kind: str, spec: dict[str, Any], recompute: str | None = None, **changes: Any) -> None:
+def compare(
+    kind: str, spec: dict[str, Any], recompute: str | None = None, compile: object = False, **changes: Any
+) -> None:
     wanted_loss, wanted = serial(kind, **changes)
     model = denoiser(kind, **changes)  # here, since some tables are made in float32
     example = {name: value for name, value in batch_of(kind).items() if name != "target"}
     settings: dict[str, Any] = dict(optimizer=dict(name="sgd", lr=1.0), precision="fp64", loss_fn=Squares())
-    settings |= dict(example=example if "pipeline" in spec else None, recompute=recompute)
+    settings |= dict(example=example if "pipeline" in spec else None, recompute=recompute, compile=compile)
     with InFloat64(), Engine(model, spec, **settings) as engine:
         loss = engine.train_step(engine.shard_batch(batch_of(kind)))
         found = engine.full_state_dict()
@@ -122,6 +124,14 @@ def test_products_of_entries(kind: str, how: str) -> None:
 def test_recomputed_blocks_attend_to_the_whole_image() -> None:
     """Flux only: its blocks compute nothing in float32."""
     run_on_ranks(2, compare, "flux", SPECS["ring"], recompute="blocks")
+
+
+@pytest.mark.parametrize(
+    "kind", [kind if kind == "dit" else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS]
+)
+def test_compiled_blocks_under_zero(kind: str) -> None:
+    """DiT's forward calls the embedder of its first block itself."""
+    run_on_ranks(2, compare, kind, SPECS["zero 3"], compile=dict(backend="aot_eager"))
 
 
 def report_of(kind: str) -> str:

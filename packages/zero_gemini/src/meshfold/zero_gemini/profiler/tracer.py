@@ -24,6 +24,7 @@ from meshfold.zero_gemini.profiler.layers import LayerWatch
 from meshfold.zero_gemini.profiler.live import MemoryProbe
 from meshfold.zero_gemini.profiler.moments import Trace, TracedMoment
 from meshfold.zero_gemini.runtime.gradient_arrival import watch_inputs, watch_output
+from meshfold.zero_gemini.runtime.outside_calls import After, Before, watch_outside
 from meshfold.zero_gemini.runtime.units import Unit, find_units
 
 
@@ -66,14 +67,17 @@ class StepTracer:
             module = unit.module
             # A compiled module would trace its hooks, and the graph would replay the marks of one step. Keep them eager.
             eager: Callable[..., Any] = torch.compiler.disable
-            for handle in (
+            handles: tuple[Any, ...] = (
                 module.register_forward_pre_hook(eager(self._before(unit, self._arrive)), prepend=True),
                 module.register_forward_pre_hook(eager(self._before(unit, self._enter_forward))),
                 module.register_forward_pre_hook(eager(self._watch_inputs(unit)), with_kwargs=True),
                 module.register_forward_hook(eager(self._after(unit, self._arrive)), prepend=True),
                 module.register_forward_hook(eager(self._after(unit, self._enter))),
                 module.register_forward_hook(eager(self._leave_forward(unit))),
-            ):
+                watch_outside(unit, self._arrive_outside(unit), self._after(unit, self._arrive), prepend=True),
+                watch_outside(unit, self._enter_outside(unit), self._after_outside(unit)),
+            )
+            for handle in handles:
                 self._stack.callback(handle.remove)
         self._stack.enter_context(self._memory)
         self._stack.enter_context(self._clock)
@@ -152,6 +156,29 @@ class StepTracer:
         def after(module: nn.Module, args: Any, output: Any) -> None:
             if not self._is_repeated(unit):
                 self._leave(unit)
+
+        return after
+
+    # A submodule that is called from outside of its unit: as a call of the unit.
+
+    def _arrive_outside(self, unit: Unit) -> Before:
+        return lambda module, args, kwargs: self._arrive(unit)
+
+    def _enter_outside(self, unit: Unit) -> Before:
+        watch = self._watch_inputs(unit)
+
+        def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
+            self._enter(unit, by_forward=True)
+            return None if self._is_repeated(unit) else watch(module, args, kwargs)
+
+        return before
+
+    def _after_outside(self, unit: Unit) -> After:
+        hooks = (self._after(unit, self._enter), self._leave_forward(unit))
+
+        def after(module: nn.Module, args: Any, output: Any) -> None:
+            for hook in hooks:
+                hook(module, args, output)
 
         return after
 

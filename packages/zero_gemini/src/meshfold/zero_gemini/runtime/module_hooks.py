@@ -3,7 +3,8 @@
 A unit is *entered* before its forward and, through a hook on its output, before its backward. It is *left* after its forward, and
 when the gradients of its inputs exist. Entering gathers its chunks, and starts to gather the chunks of the unit that came next in
 the last step. Chunks that no entered unit needs are then released. Each step learns the order of units for the next. A step
-with another order gathers later than possible, but its results are right.
+with another order gathers later than possible, but its results are right. A call of a submodule from outside of its unit counts as
+a call of the unit (:mod:`~meshfold.zero_gemini.runtime.outside_calls`).
 
 :mod:`~meshfold.zero_gemini.runtime.open_calls` counts how often each unit is called and left again in backward.
 """
@@ -23,6 +24,7 @@ from meshfold.zero_gemini.prefetch import reach
 from meshfold.zero_gemini.runtime.gather_cache import GatherCache
 from meshfold.zero_gemini.runtime.gradient_arrival import watch_inputs, watch_output
 from meshfold.zero_gemini.runtime.open_calls import OpenCalls, graph_task
+from meshfold.zero_gemini.runtime.outside_calls import Before, watch_outside
 from meshfold.zero_gemini.runtime.units import Unit
 
 
@@ -81,15 +83,17 @@ class Runtime:
         self.order: list[Unit] = []
         self._seen: list[Unit] = []
         self._turn, self._seen_forward = 0, 0  # number of units that the last step, and this one, entered in forward
-        self._handles = [
+        self._handles: list[Any] = [
             model.register_forward_pre_hook(torch.compiler.disable(self._start)),
             model.register_forward_hook(torch.compiler.disable(self._end), always_call=True),
         ]
         for unit, chunks in calls.chunks_of.items():
             if chunks:
+                before, after = self._before(unit), self._after(unit)
                 self._handles += [
-                    unit.module.register_forward_pre_hook(self._before(unit), with_kwargs=True),
-                    unit.module.register_forward_hook(self._after(unit)),
+                    unit.module.register_forward_pre_hook(before, with_kwargs=True),
+                    unit.module.register_forward_hook(after),
+                    watch_outside(unit, self._unless_behind(unit, before), after),
                 ]
 
     @property
@@ -201,6 +205,10 @@ class Runtime:
 
         found: Callable[..., Any] = torch.compiler.disable(after)
         return found
+
+    def _unless_behind(self, unit: Unit, before: Before) -> Before:
+        """Return a hook for calls of a unit's submodules from outside; a recomputation in the unit's own backward is none."""
+        return lambda module, args, kwargs: None if unit in self._behind else before(module, args, kwargs)
 
     def _before_backward(self, unit: Unit) -> Callable[[Tensor], None]:
         """Return the hook of one call; a unit that is called twice is entered and left twice."""
