@@ -54,8 +54,8 @@ _TINY: dict[str, dict[str, Any]] = {
     ),
 }
 UNETS = ("ours", "ours, compiled", "diffusers", "diffusers, compiled")
-SHARDED = ("ours", "ours, compiled", "FSDP2", "FSDP2, compiled")
-CAPPED = ("ours",)
+SHARDED = ("ours", "ours, compiled", "ours, kept whole, compiled", "FSDP2", "FSDP2, compiled")
+CAPPED = ("ours", "ours, compiled")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -47,6 +47,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--backend", default="inductor", help="of torch.compile")
     parser.add_argument("--only", nargs="+", choices=CONTESTANTS, metavar="NAME", help="contestants, if not the case's")
     add_starts(parser, steps=20, warm_up=4, settle_s=20.0, timeout=200.0)
+    parser.add_argument("--compile-s", type=float, default=600.0, help="more seconds for a start that compiles")
     parser.add_argument("--list", action="store_true", help="the cases with their contestants")
     add_output(parser, "diffusion")
     options = parse_with_tiny(parser, argv, TINY)
@@ -79,7 +80,8 @@ def time_case(name: str, options: argparse.Namespace, found: dict[str, Any]) -> 
     call = new_call()
     for who in by_turns(options.only or case.contestants, options.rounds):
         job = dict(**work, contestant=who, **start_settings(options))
-        run = run_contestant(Path(__file__).with_name("worker.py"), job, options.timeout, _why)
+        timeout = options.timeout + (options.compile_s if "compiled" in who else 0.0)
+        run = run_contestant(Path(__file__).with_name("worker.py"), job, timeout, _why)
         entry["runs"].setdefault(who, []).append({**run, "call": call})
         write(options.out, found)
         print(f"{name}, {who}: {run['error'] if 'error' in run else format(median(run['seconds']), '.4f')}", flush=True)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -40,8 +41,15 @@ def batch(job: dict[str, Any], model: Any) -> dict[str, Tensor]:
     return {name: value.chunk(job["ranks"])[rank].to(device()) for name, value in whole.items()}
 
 
-def ours(job: dict[str, Any], **settings: Any) -> Step:
-    """Return the step of Meshfold: one line of a spec, the model as diffusers has it."""
+def ours(job: dict[str, Any], *, sharded: Mapping[str, Any] = MappingProxyType({}), **settings: Any) -> Step:
+    """Return the step of Meshfold: one line of a spec, the model as diffusers has it.
+
+    Args:
+        job: what is trained.
+        sharded: more words of ``zero``, where everything is on the device.
+        settings: of the engine.
+    """
+    from benchmarks.memory_plans import settle
     from meshfold.engine import Engine
 
     limit = job["limit"]
@@ -50,7 +58,7 @@ def ours(job: dict[str, Any], **settings: Any) -> Step:
     if limit is not None:
         spec["zero"] = dict(stage=3, gpu_memory_limit=int(limit * GIB))
     elif job["ranks"] > 1:
-        spec["zero"] = dict(stage=3, placement="cuda")
+        spec["zero"] = dict(stage=3, placement="cuda", **sharded)
     engine = Engine(
         model,
         spec,
@@ -62,6 +70,7 @@ def ours(job: dict[str, Any], **settings: Any) -> Step:
         gradient_accumulation=job["micro_steps"],
         **settings,
     )
+    settle(job, engine)
     rows = batch(job, model)
     parts = [
         {name: value.chunk(job["micro_steps"])[i] for name, value in rows.items()} for i in range(job["micro_steps"])
@@ -106,9 +115,12 @@ def fsdp2(job: dict[str, Any], *, compiled: bool) -> Step:
     )
 
 
+KEPT_WHOLE: Mapping[str, Any] = MappingProxyType(dict(reshard_after_forward=False))
+
 CONTESTANTS: dict[str, Callable[[dict[str, Any]], Step]] = {
     "ours": ours,
     "ours, compiled": lambda job: ours(job, compile=dict(backend=job["backend"])),
+    "ours, kept whole, compiled": lambda job: ours(job, sharded=KEPT_WHOLE, compile=dict(backend=job["backend"])),
     "diffusers": lambda job: diffusers(job, compiled=False),
     "diffusers, compiled": lambda job: diffusers(job, compiled=True),
     "FSDP2": lambda job: fsdp2(job, compiled=False),

@@ -188,6 +188,54 @@ def test_compiled_blocks_train_as_eager_ones(model: str, spec: str) -> None:
     run_on_ranks(size, compare, model, parallel, settings)
 
 
+class Narrow(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.layer = nn.LayerNorm(width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + self.layer(F.gelu(self.norm(x))) * x.shape[-1] ** -0.5
+        return out
+
+
+class Narrowing(nn.Module):
+    """Blocks of one class in three widths, and as many widths of what they are given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Narrow(width) for width in (6, 6, 5, 4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x[..., : block.layer.in_features].contiguous())  # type: ignore[union-attr, index]
+        return x
+
+
+@ranks(1)
+def test_blocks_of_other_shapes_are_compiled_on_their_own() -> None:
+    """One graph for each width, and no size of one width taken for a symbol."""
+    found: list[bool] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        found.append(any(isinstance(size, torch.SymInt) for x in inputs for size in getattr(x, "shape", [x])))
+        return graph
+
+    x = torch.randn(4, 8, requires_grad=True)
+    losses = []
+    for compile in (False, dict(backend=backend), dict(backend=backend)):
+        torch.manual_seed(0)
+        with Engine(
+            Narrowing(),
+            optimizer=dict(name="sgd", lr=1e-2),
+            loss_fn=lambda output, batch: output.square().mean(),
+            compile=compile,
+        ) as engine:
+            losses.append([engine.train_step((x, x)) for _ in range(2)])
+        if compile:
+            assert found == [False] * 3  # the second engine finds what the first has compiled
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6) == losses[2]
+
+
 # -- what is compiled -------------------------------------------------------------------------------------------------
 
 

@@ -298,6 +298,17 @@ class Stage(nn.Module):
         return x
 
 
+class Holder(nn.Module):
+    """A stage of a U-Net, as far as its blocks are concerned."""
+
+    def __init__(self, parts: nn.Module) -> None:
+        super().__init__()
+        self.parts = parts
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
 def test_blocks_are_found_by_their_lists() -> None:
     assert list(find_blocks(gpt())) == ["blocks.0", "blocks.1", "blocks.2"]
     one = build("gpt-tiny", layers=1)
@@ -311,6 +322,12 @@ def test_blocks_are_found_by_their_lists() -> None:
     ]
     stages = nn.Sequential(nn.Sequential(Stage(4), Stage(4)), nn.Sequential(Stage(4), Stage(4)))
     assert list(find_blocks(stages)) == ["0.0", "0.1", "1.0", "1.1"]
+    narrowing = nn.ModuleList(nn.ModuleList([Stage(width), Stage(width)]) for width in (4, 8))
+    assert list(find_blocks(nn.Sequential(*[Holder(each) for each in narrowing]))) == [
+        f"{stage}.parts.{block}" for stage in (0, 1) for block in (0, 1)
+    ]
+    dense_first = nn.ModuleList([Stage(4), Holder(nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)]))])
+    assert list(find_blocks(nn.Sequential(Holder(dense_first), Holder(dense_first)))) == ["0", "1"]  # alike: no stages
     assert list(find_blocks(hugging_face("llama"))) == [f"model.layers.{i}" for i in range(3)]
 
 

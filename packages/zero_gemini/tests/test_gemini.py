@@ -211,6 +211,25 @@ def test_every_parameter_is_in_a_unit() -> None:
         assert found == set(model.parameters())
 
 
+def test_a_block_with_a_list_of_single_layers_is_one_unit() -> None:
+    class Called(nn.Module):
+        def __init__(self, parts: nn.Module) -> None:
+            super().__init__()
+            self.norm, self.parts = nn.LayerNorm(4), parts
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x
+
+    def layers() -> nn.Sequential:
+        return nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4))
+
+    blocks = nn.ModuleList([Called(layers()), Called(layers())])
+    assert [unit.name for unit in find_units(Called(blocks))] == ["norm", "parts.0", "parts.1"]
+    stages = nn.ModuleList([Called(blocks), Called(nn.ModuleList([Called(layers())]))])
+    names = [unit.name for unit in find_units(Called(stages))]
+    assert names == ["norm", "parts.0.norm", "parts.0.parts.0", "parts.0.parts.1", "parts.1.norm", "parts.1.parts.0"]
+
+
 @pytest.mark.parametrize("name", ["sgd", "adagrad"])
 def test_any_elementwise_optimizer(name: str) -> None:
     run_on_ranks(2, compare, 3, 100_000, name, 2, False, 1e9)

@@ -1,7 +1,9 @@
 """Regional compilation: the repeated blocks of a model, compiled one by one.
 
 A block's forward is compiled, not its call. Hooks stay outside of the graph: parameters are gathered, traced and released
-around it, and names and state dicts are as before. Blocks of one class share their compiled code.
+around it, and names and state dicts are as before. Blocks of one class and with parameters of the same shapes, in one list, share
+their compiled code. Other blocks of that class have code of their own: otherwise torch.compile takes the sizes that differ
+between them for sizes that change from step to step, and gives up after some of them.
 """
 
 from __future__ import annotations
@@ -9,12 +11,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache, update_wrapper
+from types import CodeType, FunctionType, MethodType
 from typing import Any
 
 import torch
 from torch import nn
 
-from meshfold.engine.model.recompute import find_blocks
+from meshfold.engine.model.recompute import find_blocks, parameter_shapes
 from meshfold.kernels.fuse import is_compiled
 from meshfold.mesh import ParallelSpec, SpecError, did_you_mean
 from meshfold.mesh.spec import argument_checks as settings
@@ -133,8 +137,14 @@ class CompiledBlocks:
         self.blocks = dict(blocks)
         self.backend = settings.backend
         self._before: list[tuple[nn.Module, Any, Any]] = []
-        for block in self.blocks.values():
+        kinds: dict[object, dict[object, int]] = {}  # numbers of kinds that would share code
+        for name, block in self.blocks.items():
             found = block.forward
+            code = getattr(found, "__code__", None)
+            alike = kinds.setdefault(code, {})
+            kind = alike.setdefault((type(block), name.rpartition(".")[0], parameter_shapes(block)), len(alike))
+            if kind and isinstance(found, MethodType):
+                found = _with_own_code(found, kind)
             compiled = torch.compile(found, backend=settings.backend, mode=settings.mode, dynamic=settings.dynamic)
             self._before.append((block, block.__dict__.get("forward"), compiled))
             block.forward = compiled
@@ -160,6 +170,29 @@ class CompiledBlocks:
             else:
                 block.forward = before
         self._before.clear()
+
+
+def _with_own_code(method: MethodType, number: int) -> Callable[..., Any]:
+    """Return a method with another code object, for which torch.compile keeps graphs and sizes apart."""
+    function = method.__func__
+    if not isinstance(function, FunctionType):
+        return method
+    own = FunctionType(
+        _copy_of(function.__code__, number),
+        function.__globals__,
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
+    update_wrapper(own, function)
+    own.__kwdefaults__ = function.__kwdefaults__
+    return MethodType(own, method.__self__)
+
+
+@cache
+def _copy_of(code: CodeType, number: int) -> CodeType:
+    """Return the same copy of a code each time: engines made one after the other share what was compiled."""
+    return code.replace(co_name=f"{code.co_name}_{number}")
 
 
 def _check_whole(model: nn.Module, spec: ParallelSpec) -> None:

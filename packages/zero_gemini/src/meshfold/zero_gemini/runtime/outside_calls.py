@@ -86,7 +86,7 @@ class OutsideCalls:
 
     @property
     def is_inside(self) -> bool:
-        """Whether the unit or one of its submodules runs, so that further calls are inside of that."""
+        """True while the unit or one of its submodules runs: further calls are inside of that."""
         return self._running > 0 or self.called is not None
 
     def add(self, watch: _Watch, *, prepend: bool) -> None:

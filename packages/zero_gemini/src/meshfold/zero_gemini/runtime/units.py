@@ -75,10 +75,17 @@ def _is_called(module: nn.Module) -> bool:
 
 def _collect_block(name: str, block: nn.Module, units: list[Unit]) -> None:
     # A compiled block is one unit: hooks inside would break its graph.
-    inner = not is_compiled(block) and any(isinstance(m, nn.ModuleList | nn.Sequential) for m in block.modules())
-    if inner or not _is_called(block):  # a nested list, or nothing callable
+    inner = not is_compiled(block) and any(map(_is_list_of_parts, block.modules()))
+    if inner or not _is_called(block):  # a nested list of blocks, or nothing callable
         _collect(name, block, units)
         return
     parameters = tuple(dict.fromkeys(block.parameters()))
     if parameters:
         units.append(Unit(name, block, parameters))
+
+
+def _is_list_of_parts(module: nn.Module) -> bool:
+    """Return True for a list with an element of several layers. Lists of single layers, as in many MLPs, are part of a block."""
+    return isinstance(module, nn.ModuleList | nn.Sequential) and any(
+        sum(any(True for _ in part.parameters(recurse=False)) for part in element.modules()) > 1 for element in module
+    )
