@@ -102,3 +102,12 @@ def test_what_stands_around_a_product(form: str) -> None:
         row_product(x.cpu(), there[1], gate=there[0], norm=(gain.cpu(), 1e-5), add=residual.cpu()),  # the reference
     ):
         assert float((found.cpu().double() - wanted.cpu()).abs().max() / wanted.abs().max()) < 1e-5
+
+
+def test_a_program_is_no_wider_than_the_weight() -> None:
+    """Where ranks split k, more rows take the place of columns that are not there."""
+    from meshfold.kernels.row_product_triton import tile_of
+
+    weight = torch.empty(1, 1, dtype=torch.bfloat16)
+    sizes = {k: tile_of(4096, k, weight, 0, gated=False)[:2] for k in (4096, 3584, 1024, 512, 32)}
+    assert sizes == {4096: (2, 2048), 3584: (2, 2048), 1024: (4, 1024), 512: (8, 512), 32: (8, 32)}

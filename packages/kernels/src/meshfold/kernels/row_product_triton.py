@@ -306,7 +306,9 @@ def tile_of(n: int, k: int, weight: Tensor, group: int, *, gated: bool) -> Tile:
     if weight.dtype == torch.uint8:
         return Tile(16 if n >= 8192 else 8, 1024, 2)
     if weight.element_size() > 1:
-        return Tile(2, 2048 if weight.element_size() == 2 else 1024, 4 if gated else 2)
+        wide = 2048 if weight.element_size() == 2 else 1024
+        columns = min(wide, triton.next_power_of_2(k))  # narrow where ranks split k: more rows, the same elements
+        return Tile(min(2 * wide // columns, 8), columns, 4 if gated else 2)
     if weight.dtype == torch.int8 and group == 1:
         return Tile(4, 1024, 4 if gated else 2, 3)
     return Tile(4, 1024, 4)
