@@ -122,8 +122,22 @@ def page(found: dict[str, list[Verdict]]) -> str:
     return "\n".join(made)
 
 
+def measure(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    """Start the ranks that measure experiments one after the other; return their exit code."""
+    from experiments.all_measured import names as measurable
+    from meshfold.mesh.processes import launch
+
+    unknown = sorted(set(options.only or ()) - set(measurable()))
+    if unknown:
+        parser.error(f"--only: {', '.join(unknown)} cannot be measured; give some of {', '.join(measurable())}")
+    if options.output == PAGE:
+        parser.error("--measure writes a folder for each experiment: give --output FOLDER")
+    words = ["--only", *options.only] if options.only else []
+    return launch([str(FOLDER / "all_measured.py"), "--output", str(options.output.resolve()), *words], options.measure)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run all and write the page.
+    """Run all and write the page, or measure.
 
     Returns:
         0 if every experiment came out as its page says, else 1.
@@ -134,7 +148,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--render", action="store_true", help="only make tables from the numbers that are there")
     parser.add_argument("--no-plots", action="store_true", help="leave out the plots")
     parser.add_argument("--output", type=Path, default=PAGE, help="the page; by default the repository's, and its list")
+    parser.add_argument(
+        "--measure",
+        type=int,
+        metavar="RANKS",
+        help="instead run all that can be measured for real, in one start of so many ranks (GPUs, if there are as many), and write "
+        "a folder for each under --output",
+    )
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="with --measure: these experiments alone")
     options = parser.parse_args(argv)
+    if options.measure is not None:
+        return measure(parser, options)
     words = ["--render"] * options.render + ["--no-plots"] * options.no_plots
     failed = []
     for name in names():

@@ -77,6 +77,7 @@ def trained(
     finally:
         if cuda:
             torch.cuda.empty_cache()
+            torch.cuda.set_per_process_memory_fraction(1.0, job.device)
 
 
 def _steps(

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from experiments import all as every
+from experiments import all_measured
 from experiments.measuring import CUT, Measured, Notes
 
 CPU = torch.device("cpu")
@@ -57,3 +59,33 @@ def test_a_run_that_is_cut_keeps_its_rows(tmp_path: Path, capsys: pytest.Capture
 def test_other_ranks_write_and_say_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = SQUARES.take(SQUARES.options(["--output", str(tmp_path)]), 4, CPU)
     assert len(found["rows"]) == 2 and not list(tmp_path.iterdir()) and not capsys.readouterr().out
+
+
+def test_one_start_measures_several(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def launch(program: list[str], ranks: int) -> int:
+        assert (Path(program[0]), ranks) == (Path(all_measured.__file__), 1)
+        return all_measured.measure_all(program[1:])
+
+    monkeypatch.setattr("meshfold.mesh.processes.launch", launch)
+    words = ["--measure=1", "--output", str(tmp_path)]
+    assert every.main([*words, "--only", "auto-checkpointing", "attention-schemes"]) == 0
+    for name in ("auto-checkpointing", "attention-schemes"):
+        found, text = read(tmp_path / name)
+        assert found["ranks"] == 1 and text == all_measured.measured_of(name).page(found)
+    said = capsys.readouterr().out
+    assert said.index("== auto-checkpointing") < said.index("53 GB ...") < said.index("== attention-schemes")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--only", "gpipe", "--output", "x"], "--only: gpipe cannot be measured; give some of attention-schemes, "),
+        ([], "--measure writes a folder for each experiment: give --output FOLDER"),
+    ],
+)
+def test_what_cannot_be_measured_is_said(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        every.main(["--measure=2", *words])
+    assert said in capsys.readouterr().err
