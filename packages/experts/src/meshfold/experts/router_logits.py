@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from meshfold.kernels import on_gpu
+
 
 def router_logits(x: Tensor, weight: Tensor) -> Tensor:
     """Multiply tokens by a router's weight: ``[n, h], [e, h] -> [n, e]``, in float32, or float64 where an operand is.
@@ -47,4 +49,4 @@ class _Logits(torch.autograd.Function):
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
     """Return the product of matrices in bfloat16, in float32 and not rounded."""
-    return torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else torch.mm(a.float(), b.float())
+    return torch.mm(a, b, out_dtype=torch.float32) if on_gpu(a) else torch.mm(a.float(), b.float())

@@ -30,7 +30,7 @@ from meshfold.kernels.cross_entropy import (
     loss_per_row,
     sum_exp_and_target,
 )
-from meshfold.kernels.dispatch import Availability, KernelError, available, count_kernels, count_parts, use
+from meshfold.kernels.dispatch import Availability, KernelError, available, count_kernels, count_parts, on_gpu, use
 from meshfold.kernels.dropout import dropout
 from meshfold.kernels.factored_lists import (
     came_distance_lists,
@@ -231,6 +231,7 @@ __all__ = [
     "merge_attention_",
     "merge_words",
     "of_codes",
+    "on_gpu",
     "one_shot_bytes",
     "one_shot_rows",
     "one_shot_slot",

@@ -229,6 +229,11 @@ def count_kernels(counted: Counted) -> Iterator[None]:
         _counted = before
 
 
+def on_gpu(x: Tensor) -> bool:
+    """Return True for a tensor on a GPU, and for a meta tensor inside of :func:`count_kernels`, which stands for one."""
+    return x.is_cuda or (x.is_meta and _counted is not None)
+
+
 Some = Callable[[Sequence[Any]], Iterable[Any]]
 _some_parts: Some | None = None
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from meshfold.kernels import dispatch
 from meshfold.kernels.cross_entropy import LossKernels, Terms, loss_per_row
 from meshfold.kernels.inputs import compute_dtype, contiguous_like
 
@@ -184,7 +185,7 @@ def product_alignment(weight: Tensor) -> int:
     An odd vocabulary in a dtype of two bytes runs at a quarter of the speed, for any strides: GPT-2's 50,257 words on an H100 take
     11.6 ms in two products instead of 3. Rows of 0 after the weight cost one copy of it.
     """
-    fast = weight.is_cuda and weight.element_size() == 2 and not torch.compiler.is_compiling()
+    fast = dispatch.on_gpu(weight) and weight.element_size() == 2 and not torch.compiler.is_compiling()
     return 8 if fast else 1
 
 

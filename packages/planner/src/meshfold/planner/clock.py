@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
 from meshfold.kernels import count_kernels
-from meshfold.mesh.model_io import DryRun, Operator, OperatorCounter
+from meshfold.mesh.model_io import DryRun, LiveBytes, Operator, OperatorCounter
 from meshfold.planner.efficiency import MATMULS, Efficiency
 from meshfold.planner.machines import Machine
 
@@ -34,9 +34,20 @@ class Work:
 
     @classmethod
     @contextmanager
-    def counted(cls, stand_in: DryRun) -> Iterator[OperatorCounter]:
-        """Context manager: count operators on meta tensors. What one of our kernels does on a GPU counts as one operator."""
-        with stand_in.counting(OperatorCounter()) as counter, count_kernels(counter.as_one):
+    def counted(cls, stand_in: DryRun, memory: LiveBytes | None = None) -> Iterator[OperatorCounter]:
+        """Context manager: count operators on meta tensors. What one of our kernels does on a GPU counts as one operator.
+
+        Args:
+            stand_in: context in which the model's code runs.
+            memory: counts the bytes that are alive, in which a kernel has its results only.
+        """
+        with ExitStack() as stack:
+            counter = stack.enter_context(stand_in.counting(OperatorCounter()))
+            if memory is None:
+                stack.enter_context(count_kernels(counter.as_one))
+            else:
+                live = stack.enter_context(memory)
+                stack.enter_context(count_kernels(lambda function: live.as_one(counter.as_one(function))))
             yield counter
 
     @classmethod

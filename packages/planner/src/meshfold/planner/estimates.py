@@ -42,15 +42,15 @@ Muon and GaLore on AdamW keep two of embeddings, head, norms and biases.
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Bytes that rank 0 holds.
+    """Bytes that rank 0 holds at the fullest moment of a step.
 
     Attributes:
         parameters: in the precision that the model computes with; also in fp8, where weights are cast once a step.
         masters: separate master weights (bf16 and fp16).
-        gradients: of the master weights.
+        gradients: of the master weights, those that are there at that moment: none in the first forward.
         optimizer: the optimizer's state.
-        activations: peak of what autograd keeps for backward, with flash attention; under ``zero`` all else that is
-            alive at the fullest timestep.
+        activations: all else that is alive then: what autograd keeps for backward, with flash attention, and what operators
+            make and read.
         channels: memory that peers write, of the channels of ``transport="push"`` and ``overlap="push"``.
         host: bytes of the host's memory, of all ranks there; only under ``zero``.
         disk: the same of its disk.
@@ -67,11 +67,11 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """Bytes on the device, assuming all are alive at once; under ``zero`` they are, at the fullest moment."""
+        """Bytes on the device at the fullest moment."""
         return self.parameters + self.masters + self.gradients + self.optimizer + self.activations + self.channels
 
     def update_bytes(self, *, clip: bool) -> int:
-        """Return the bytes that a step of the optimizer reads and writes, all on the device, without ``zero``.
+        """Return the bytes that a step of the optimizer reads and writes, with all gradients on the device, without ``zero``.
 
         It reads gradients (with ``clip`` once more, for their norm) and reads and writes weights and moments. If compute has
         another precision, it also writes the weights in that one.
@@ -88,7 +88,7 @@ class Memory:
     def without_zero(
         cls, parameters: Sequence[Tensor], masters: Sequence[Tensor], optimizer: str, activations: int = 0
     ) -> Memory:
-        """Return the memory of a rank with unsharded weights, gradients and optimizer state.
+        """Return the memory of a rank with unsharded weights, all gradients and optimizer state, as before the optimizer's step.
 
         Args:
             parameters: of the model on this rank.

@@ -23,13 +23,14 @@ from meshfold.engine.sequence import counted_attention
 from meshfold.engine.states import PlainStates
 from meshfold.mesh import Entry, Log, MeshfoldError, ParallelSpec, SpecError, all_reduce, record
 from meshfold.mesh.collectives.push import channel_bytes
-from meshfold.mesh.model_io import DryRun, saved_for_backward
+from meshfold.mesh.model_io import DryRun
 from meshfold.mesh.parameters import metadata_on
 from meshfold.mesh.processes import start_fake
 from meshfold.mesh.spec import format_bytes
 from meshfold.planner.clock import Work
 from meshfold.planner.estimates import MOMENTS, Estimate, Memory, summarize_traffic
 from meshfold.planner.machines import MACHINES, Machine
+from meshfold.planner.step_bytes import StepBytes, fixed_bytes
 from meshfold.tensor_parallel import Report
 
 if TYPE_CHECKING:
@@ -130,8 +131,10 @@ def estimate(
         )
         rows = engine.shard_batch(torch.empty(batch_size // accumulate, seq_len, dtype=torch.int64, device="meta"))
         zero: ZeroEstimate | None = None
+        update_bytes = 0
         if spec.zero is None:
-            entries, work, memory = _plain_steps(engine, rows, accumulate, stand_in, optimizer)
+            entries, work, state, memory = _plain_steps(engine, rows, accumulate, stand_in, optimizer)
+            update_bytes = state.update_bytes(clip=clip)
             memory = replace(memory, channels=channel_bytes(on.reaches))
         else:
             from meshfold.planner.zero_estimate import estimate_zero
@@ -152,7 +155,6 @@ def estimate(
                 fp8_gather=fp8_gather,
             )
             entries, work, memory = zero.entries, zero.work, zero.memory
-        update_bytes = memory.update_bytes(clip=clip) if zero is None else 0
         cast = fp8_cast_bytes(engine.model, engine.precision.fp8, spec, accumulate)
         memory = replace(memory, parameters=memory.parameters + cast)
         return replace(
@@ -228,32 +230,27 @@ def plan_memory(
 
 def _plain_steps(
     engine: Engine, rows: Any, accumulate: int, stand_in: DryRun, optimizer: str
-) -> tuple[list[Entry], Work, Memory]:
-    """Return the collectives and operators of a step without ``zero``, and the memory."""
+) -> tuple[list[Entry], Work, Memory, Memory]:
+    """Return the collectives and operators of a step without ``zero``, and the memory before its end and at its fullest moment."""
     states = engine.states
     assert isinstance(states, PlainStates)  # there is no zero entry
     parameters = list(engine.model.parameters())
     targets = list(states.targets.values())
     earlier, last = Log(), Log()
-    work, activations = Work(), 0
+    work, peak = Work(), StepBytes(states.reducer, base_bytes=fixed_bytes(engine.model))
     for log, number in ((earlier, accumulate - 1), (last, 1)):
         if number:
-            with (
-                Work.counted(stand_in) as counter,
-                saved_for_backward(parameters) as saved,
-                record() as found,
-            ):
-                _micro_step(engine, rows, found, last=log is last)
+            with Work.counted(stand_in, peak) as counter, record() as found:
+                _micro_step(engine, rows, found, first=log is earlier or accumulate == 1, last=log is last)
             log.entries = found.entries * number
             work += Work.of(counter) * number
-            activations = max(activations, saved.bytes)
-    memory = Memory.without_zero(parameters, targets, optimizer, activations)
-    return [*earlier.entries, *last.entries], work, memory
+    state = Memory.without_zero(parameters, targets, optimizer)
+    return [*earlier.entries, *last.entries], work, state, peak.with_state(state)
 
 
-def _micro_step(engine: Engine, rows: Any, log: Log, *, last: bool) -> None:
+def _micro_step(engine: Engine, rows: Any, log: Log, *, first: bool, last: bool) -> None:
     """Issue the collectives of ``train_step`` without reading values: meta tensors have none."""
-    engine.states.begin(first=True)
+    engine.states.begin(first=first)
     run_micro_step(engine, rows, log, engine.states.backward("last" if last else "more"))
     if last:
         log.phase = "backward"

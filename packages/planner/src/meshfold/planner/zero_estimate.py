@@ -30,6 +30,7 @@ from meshfold.mesh.spec import ZeroSpec
 from meshfold.planner.clock import Work
 from meshfold.planner.estimates import Memory
 from meshfold.planner.machines import Machine
+from meshfold.planner.step_bytes import fixed_bytes
 from meshfold.zero_gemini import MemoryPlanError, slot_alignment
 from meshfold.zero_gemini.planner import Limits, Plan, Regime, Workload, gather_windows, timeline
 from meshfold.zero_gemini.planner import Machine as Rates
@@ -45,10 +46,6 @@ from meshfold.zero_gemini.profiler import (
 
 if TYPE_CHECKING:
     from meshfold.engine import Engine
-
-
-WORKSPACE_BYTES = 66 * 2**20
-"""Memory that cuBLAS keeps while it is used: two workspaces of 32 MiB and a little (measured on an H200)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,7 +194,7 @@ def trace_without_values(
         precision: of the model.
         blocks: whose recomputation is observed.
     """
-    base = sum(buffer.nbytes for buffer in model.buffers()) + WORKSPACE_BYTES
+    live = LiveBytes(base_bytes=fixed_bytes(model), round_bytes=512)
     clock = OperatorClock(
         flops=machine.efficiency.matmuls * machine.flops[precision.name],
         bytes_per_second=machine.efficiency.elementwise * machine.memory_rate,
@@ -211,10 +208,10 @@ def trace_without_values(
     stand_in.counter = clock  # the tracer enters it
     try:
         with ExitStack() as stack:
-            tracer = StepTracer(model, memory=LiveBytes(base_bytes=base, round_bytes=512), clock=clock)
+            tracer = StepTracer(model, memory=live, clock=clock)
             if blocks is not None:
                 stack.enter_context(blocks.watched(tracer.layers))
-            stack.enter_context(count_kernels(clock.as_one))
+            stack.enter_context(count_kernels(lambda function: live.as_one(clock.as_one(function))))
             stack.enter_context(tracer)
             micro_step()
     finally:

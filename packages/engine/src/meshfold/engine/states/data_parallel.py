@@ -69,6 +69,13 @@ class Bucket:
         self._summed: Tensor | None = None  # the result of earlier sums
 
     @property
+    def held_bytes(self) -> int:
+        """Bytes of its gradients, from the first that arrives until its targets release them."""
+        there = self._flat is not None or self._pending is not None or any(t.grad is not None for t in self.targets)
+        each = self._total * self.targets[0].element_size()
+        return each * there + each * (self._summed is not None)
+
+    @property
     def is_full(self) -> bool:
         """Return True if all gradients of this backward have arrived."""
         return len(self._arrived) == len(self.targets)
@@ -216,6 +223,11 @@ class GradientReducer:
             for bucket in self.buckets
             for place, parameter in enumerate(bucket.parameters)
         ]
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of all gradients that have arrived and are not released."""
+        return sum(bucket.held_bytes for bucket in self.buckets)
 
     def reset(self) -> None:
         """Drop all collected gradients."""

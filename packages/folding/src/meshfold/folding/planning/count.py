@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -56,28 +56,8 @@ class LiveTensors(LiveBytes):
         self._alive: dict[int, LiveTensor] = {}
         self._names = {module: name for name, module in model.named_modules()}
         self._running: list[str] = []
-        self._inside = 0
         self._noted = 0
         self._hooks: list[Any] = []
-
-    def as_one(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the function as a kernel that holds its arguments and results only."""
-
-        def run(*args: Any, **kwargs: Any) -> Any:
-            for given in tree_iter((args, kwargs)):
-                if isinstance(given, Tensor):
-                    self._see(given, counts=False)
-            self._inside += 1
-            try:
-                made = function(*args, **kwargs)
-            finally:
-                self._inside -= 1
-            for tensor in () if self._inside else tree_iter(made):
-                if isinstance(tensor, Tensor):
-                    self._see(tensor, counts=True)
-            return made
-
-        return run
 
     def __enter__(self) -> LiveTensors:
         self._hooks = [

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from meshfold.kernels import dispatch
+
 
 class Replaced(Protocol):
     """A replacement in one module.
@@ -109,8 +111,8 @@ def is_watched() -> bool:
 
 
 def runs_fused(x: Tensor, always: bool) -> bool:
-    """Return True if a kernel pays off for a tensor: on a GPU, or on any device with ``always``.
+    """Return True if a kernel pays off for a tensor: on a GPU or where it is counted as there, or on any device with ``always``.
 
     Never under torch.compile, which fuses the model's own operations with their neighbours.
     """
-    return (x.is_cuda or always) and not torch.compiler.is_compiling() and not is_watched()
+    return (dispatch.on_gpu(x) or always) and not torch.compiler.is_compiling() and not is_watched()

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
@@ -29,6 +30,7 @@ class LiveBytes(TorchDispatchMode):
         self._base, self.round_bytes = base_bytes, round_bytes
         self._known: dict[int, weakref.finalize[Any, Any]] = {}  # live storages, by address
         self._now = self._peak = base_bytes
+        self._inside = 0  # kernels that run
 
     @property
     def bytes(self) -> int:
@@ -54,14 +56,46 @@ class LiveBytes(TorchDispatchMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        for given in tree_iter((args, kwargs)):
-            if isinstance(given, Tensor):
-                self._see(given, counts=False)
+        if self._inside:
+            return func(*args, **kwargs)
+        self._see_all((args, kwargs), counts=False)
         made = func(*args, **kwargs)
-        for tensor in tree_iter(made):
-            if isinstance(tensor, Tensor):
-                self._see(tensor, counts=True)
+        if func is torch.ops._c10d_functional.wait_tensor.default:
+            self._take_over(args[0], made)
+        self._see_all(made, counts=True)
         return made
+
+    def as_one(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the function as a kernel that holds its arguments and its results only, for ``count_kernels``."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if not self._inside:
+                self._see_all((args, kwargs), counts=False)
+            self._inside += 1
+            try:
+                made = function(*args, **kwargs)
+            finally:
+                self._inside -= 1
+            if not self._inside:
+                self._see_all(made, counts=True)
+            return made
+
+        return run
+
+    def _see_all(self, values: Any, *, counts: bool) -> None:
+        for tensor in tree_iter(values):
+            if isinstance(tensor, Tensor):
+                self._see(tensor, counts=counts)
+
+    def _take_over(self, waited: Tensor, found: Tensor) -> None:
+        """Count what a collective has made as its waited result: on the meta device alone these are two storages."""
+        old, new = waited.untyped_storage(), found.untyped_storage()
+        watcher = self._known.get(old._cdata)
+        if old._cdata == new._cdata or watcher is None or (held := watcher.detach()) is None:
+            return
+        _, _, (key, size), _ = held
+        self._known[key] = weakref.finalize(old, self._gone, key, 0)
+        self._known[new._cdata] = weakref.finalize(new, self._gone, new._cdata, size)
 
     def _see(self, tensor: Tensor, *, counts: bool) -> None:
         """Record a storage if it is new."""

@@ -110,7 +110,9 @@ class OperatorCounter(TorchDispatchMode):
         made = func(*args, **kwargs)
         if not func.is_view and func.overloadpacket not in _MAKES_NOTHING:
             formula = self._formulas.get(func.overloadpacket)
-            flop = 0 if formula is None else int(formula(*args, **kwargs, out_val=made))
+            # A product with a wider result has its dtype as a last argument, which the formulas do not know.
+            given = [each for each in args if not isinstance(each, torch.dtype)]
+            flop = 0 if formula is None else int(formula(*given, **kwargs, out_val=made))
             if self._inside is None:
                 self.note(Operator(flop, _bytes_of((args, kwargs, made))))
             else:

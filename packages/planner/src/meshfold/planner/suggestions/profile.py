@@ -373,7 +373,7 @@ def _micro_step(
     try:
         with (
             stand_in.counting(_Ordered()) as counter,
-            count_kernels(counter.as_one),
+            count_kernels(lambda function: memory.as_one(counter.as_one(function))),
             memory if alive else nullcontext(),
             saved_for_backward([*engine.model.parameters()]) as saved,
             record() as log,

@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from meshfold.kernels import on_gpu
 from meshfold.mesh import Mesh
 from meshfold.tensor_parallel.cost import Cost
 from meshfold.tensor_parallel.plan import MatmulPlan, Operand, Phase
@@ -118,7 +119,7 @@ class Sum:
     def add(self, a: Tensor, b: Tensor) -> None:
         """Add ``a @ b``."""
         half = self._wide != self._dtype
-        if half and not a.is_cuda:  # only CUDA multiplies half precision into float32
+        if half and not on_gpu(a):  # only CUDA multiplies half precision into float32
             a, b, half = a.to(self._wide), b.to(self._wide), False
         if self._total is None:
             self._total = torch.mm(a, b, out_dtype=self._wide) if half else a @ b
