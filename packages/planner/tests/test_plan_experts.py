@@ -18,7 +18,7 @@ from meshfold.mesh.testing import run_on_ranks
 from meshfold.models import Llama, MoELlamaConfig
 from meshfold.planner import MACHINES, Estimate, estimate, plan_memory
 from meshfold.planner.estimates import step_times
-from meshfold.planner.zero_estimate import WORKSPACE_BYTES
+from meshfold.planner.step_bytes import WORKSPACE_BYTES
 from meshfold.zero_gemini.memory.arena import Arena, Block
 
 sys.path.append(str(Path(__file__).parents[2] / "engine" / "tests"))  # for the helpers there, on every rank

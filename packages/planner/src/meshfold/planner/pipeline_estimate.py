@@ -28,7 +28,7 @@ from meshfold.engine.model import (
 )
 from meshfold.engine.precision import Fp8Settings, Masters, Precision, other_dtypes
 from meshfold.engine.sequence import counted_attention, split_sequence
-from meshfold.engine.states import PlainStates
+from meshfold.engine.states import GradientReducer, PlainStates
 from meshfold.engine.world import PIPE, World, join_world
 from meshfold.kernels import Fp8Weight
 from meshfold.kernels.fuse import fuse
@@ -41,7 +41,8 @@ from meshfold.pipeline.runtime import Microbatch
 from meshfold.planner.clock import Work
 from meshfold.planner.estimates import MOMENTS, Estimate, Memory, summarize_traffic
 from meshfold.planner.machines import Machine
-from meshfold.planner.stage_costs import StageCosts, held_at_most, stage_costs
+from meshfold.planner.stage_costs import StageCosts, fullest_moment, stage_costs
+from meshfold.planner.step_bytes import fixed_bytes
 
 if TYPE_CHECKING:
     from meshfold.pipeline import Pipeline
@@ -170,8 +171,10 @@ def estimate_pipeline(
     for rank, one in enumerate(seen):
         own = [*_stage_entries(one, mesh), *one.micro_step] * accumulate + one.step
         if one.problem is None:
-            kept = held_at_most(simulation.schedule.ranks[rank], stages)
-            memory.append(replace(one.memory, activations=kept))
+            there, others = fullest_moment(simulation.schedule.ranks[rank], stages, one.memory.gradients)
+            # A message on its way to the next rank, and one that is expected.
+            others += max(sum(stage.sent) + sum(stage.received) for stage in one.stages)
+            memory.append(replace(one.memory, gradients=there, activations=one.memory.activations + others))
         else:
             solved = one.problem.solved(simulation.peak_microbatches[rank], len(one.stages), one.microbatches)
             memory.append(solved.memory)
@@ -235,7 +238,7 @@ def _seen(asked: _Asked, rank: int) -> _Rank:
                 layers.close()
             _cast(built, asked.precision)
             with dropout_stream(0, 0):
-                costs, micro_step, works = _run(asked, world, built.model, stages, stand_in)
+                costs, micro_step, works = _run(asked, world, built.model, stages, stand_in, None)
                 problem = stage_problem(
                     built.model,
                     world,
@@ -264,7 +267,7 @@ def _seen(asked: _Asked, rank: int) -> _Rank:
             problem, parameters = None, list(built.model.parameters())
             states.begin(first=True)
             with dropout_stream(0, 0), states.backward("last"):
-                costs, micro_step, works = _run(asked, world, built.model, stages, stand_in)
+                costs, micro_step, works = _run(asked, world, built.model, stages, stand_in, states.reducer)
                 with record() as log:
                     log.phase = "gradients"
                     states.complete(parameters)
@@ -273,7 +276,9 @@ def _seen(asked: _Asked, rank: int) -> _Rank:
                     states.norm()
             memory, step = (
                 replace(
-                    Memory.without_zero(parameters, [*states.targets.values()], asked.optimizer),
+                    Memory.without_zero(
+                        parameters, [*states.targets.values()], asked.optimizer, fixed_bytes(built.model)
+                    ),
                     channels=channel_bytes(asked.machine.reaches),
                 ),
                 log.entries,
@@ -297,7 +302,12 @@ def _seen(asked: _Asked, rank: int) -> _Rank:
 
 
 def _run(
-    asked: _Asked, world: World, model: nn.Module, stages: PipelinedModel, stand_in: DryRun
+    asked: _Asked,
+    world: World,
+    model: nn.Module,
+    stages: PipelinedModel,
+    stand_in: DryRun,
+    reducer: GradientReducer | None,
 ) -> tuple[list[StageCosts], list[Entry], list[Microbatch]]:
     """Return the costs of the stages, the other collectives of a micro-step, and the number of micro-batches."""
     rows = asked.batch_size // asked.accumulate
@@ -321,7 +331,7 @@ def _run(
         log.entries += [sent] * (len(tie.ranks) - 1) * parameter.requires_grad
     works = stages.microbatches(given)
     with record() as scratch:
-        costs = stage_costs(stages.pipeline, works[0], scratch, stand_in)
+        costs = stage_costs(stages.pipeline, works[0], scratch, stand_in, reducer)
     return costs, log.entries, works
 
 

@@ -10,12 +10,14 @@ from math import prod
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from meshfold.engine.states import GradientReducer
 from meshfold.mesh import Entry, Log, Mesh
 from meshfold.mesh.model_io import DryRun, saved_for_backward
 from meshfold.pipeline import Action, Op, Pipeline
 from meshfold.pipeline.runtime import Microbatch, Stage
 from meshfold.planner.clock import Work
 from meshfold.planner.machines import Machine
+from meshfold.planner.step_bytes import StepBytes
 
 _KEY = 0
 
@@ -32,6 +34,7 @@ class StageCosts:
         entries: collectives of F, B and W.
         activation_bytes: kept from F to B; the last stage's include logits.
         waiting_bytes: kept from B to W if W is separate: inputs of linear layers, and gradients of their outputs.
+        peaks: most bytes alive in F, B and W beyond those at their begin: what operators make, without gradients of weights.
         sent: bytes of every tensor that is sent to the next stage, and comes back as a gradient.
         received: the same from the stage before.
     """
@@ -43,6 +46,7 @@ class StageCosts:
     entries: tuple[tuple[Entry, ...], ...]
     activation_bytes: int
     waiting_bytes: int
+    peaks: tuple[int, int, int]
     sent: tuple[int, ...]
     received: tuple[int, ...]
 
@@ -66,7 +70,9 @@ class StageCosts:
         return forward, backward, weight
 
 
-def stage_costs(pipeline: Pipeline, work: Microbatch, log: Log, stand_in: DryRun) -> list[StageCosts]:
+def stage_costs(
+    pipeline: Pipeline, work: Microbatch, log: Log, stand_in: DryRun, reducer: GradientReducer | None
+) -> list[StageCosts]:
     """Run F, B and W of this rank's stages once each.
 
     Args:
@@ -74,32 +80,43 @@ def stage_costs(pipeline: Pipeline, work: Microbatch, log: Log, stand_in: DryRun
         work: the micro-batch.
         log: an active recording; its entries are removed.
         stand_in: context in which the model's code runs.
+        reducer: has the gradients of the weights; None: nobody has.
     """
     found = []
     for stage in pipeline.stages.values():
         log.entries.clear()
-        found.append(_costs_of(pipeline, stage, work, log, stand_in))
+        found.append(_costs_of(pipeline, stage, work, log, stand_in, reducer))
     log.entries.clear()
     return found
 
 
-def _costs_of(pipeline: Pipeline, stage: Stage, work: Microbatch, log: Log, stand_in: DryRun) -> StageCosts:
+def _costs_of(
+    pipeline: Pipeline,
+    stage: Stage,
+    work: Microbatch,
+    log: Log,
+    stand_in: DryRun,
+    reducer: GradientReducer | None,
+) -> StageCosts:
     plan = pipeline.plan_of(work)
     log.entries.clear()
     done: list[Work] = []
     ends = [0]
+    memory, peaks = StepBytes(reducer), list[int]()
 
     def counted(phase: str, action: Callable[[], object]) -> None:
         log.phase = phase
         before = Work.of(counter)
+        _, there = memory.take_others()
         action()
+        peaks.append(memory.take_others()[0] - there)
         done.append(Work.of(counter).minus(before))
         ends.append(len(log.entries))
 
     given = stage.random_inputs(plan, pipeline.device)
     batch = [leaf for leaf in tree_leaves((work.args, work.kwargs)) if isinstance(leaf, Tensor)]
     # One counter for all: what a kernel's forward keeps for its backward counts with the counter of the forward.
-    with Work.counted(stand_in) as counter:
+    with Work.counted(stand_in, memory) as counter:
         with saved_for_backward([*pipeline.parameters(), *batch]) as saved:
             counted("forward", lambda: stage.forward(_KEY, work, plan, given))
         for tensor in given:  # kept until its gradient arrives, even if autograd frees it
@@ -116,28 +133,36 @@ def _costs_of(pipeline: Pipeline, stage: Stage, work: Microbatch, log: Log, stan
         entries=tuple(tuple(log.entries[a:b]) for a, b in pairwise(ends)),
         activation_bytes=saved.bytes,
         waiting_bytes=waiting,
+        peaks=(peaks[0] + sum(tensor.nbytes for tensor in given), peaks[1], peaks[2]),
         sent=tuple(slot.dtype.itemsize * prod(slot.shape) for slot in stage.outputs(plan)),
         received=tuple(slot.dtype.itemsize * prod(slot.shape) for slot in stage.inputs(plan)),
     )
 
 
-def held_at_most(actions: Sequence[Action], stages: Sequence[StageCosts]) -> int:
-    """Return the most bytes that a rank keeps for backward between two of its actions.
+def fullest_moment(actions: Sequence[Action], stages: Sequence[StageCosts], gradients: int) -> tuple[int, int]:
+    """Return the most bytes beside weights and optimizer state of a rank: those of gradients, and all others.
 
     Args:
         actions: the rank's.
         stages: of the whole model, in order.
+        gradients: bytes of the rank's, which are there from the first backward on.
     """
-    held = most = 0
+    held, there = 0, 0
+    most = (0, 0)
     for action in actions:
         stage = stages[action.stage]
+        forward, backward, weight = stage.peaks
+        kept, waiting = stage.activation_bytes, stage.waiting_bytes
+        if action.op is not Op.F:
+            there = gradients
         if action.op is Op.F:
-            held += stage.activation_bytes
+            peak, change = forward, kept
         elif action.op is Op.B:
-            held += stage.waiting_bytes - stage.activation_bytes
+            peak, change = backward, waiting - kept
         elif action.op is Op.W:
-            held -= stage.waiting_bytes
+            peak, change = weight, -waiting
         else:
-            held -= stage.activation_bytes
-        most = max(most, held)
+            peak, change = max(backward, weight + waiting - kept), -kept
+        most = max(most, (there, held + max(peak, change)), key=sum)
+        held += change
     return most

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -20,26 +22,49 @@ def fixed_bytes(model: nn.Module) -> int:
 
 
 class StepBytes(LiveBytes):
-    """Counts all that is alive in micro-steps beside weights and optimizer state, as the CUDA allocator would.
+    """Counts all that is alive beside weights and optimizer state, as the CUDA allocator would.
 
-    Gradients wait in buckets, which are made when the first gradient of a bucket arrives, and whose bytes are counted apart.
+    Gradients wait in buckets, which are made when the first gradient of a bucket arrives. Their bytes are told apart.
     """
 
-    def __init__(self, reducer: GradientReducer, *, base_bytes: int) -> None:
+    def __init__(self, reducer: GradientReducer | None, *, base_bytes: int = 0) -> None:
         """Args:
-        reducer: has the gradients.
+        reducer: has the gradients; None: nobody has.
         base_bytes: always alive in addition.
         """
         super().__init__(base_bytes=base_bytes, round_bytes=512)
         self._reducer = reducer
-        self._most = self._gradients = 0
+        self._highest = base_bytes  # since the last look
+        self._most, self._gradients, self._others = base_bytes, 0, base_bytes
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        self._look()  # a bucket that an operator has made is known by now
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
     def _see(self, tensor: Tensor, *, counts: bool) -> None:
         super()._see(tensor, counts=counts)
-        if self._now > self._most:
-            self._most, self._gradients = self._now, self._reducer.held_bytes
+        self._highest = max(self._highest, self._now)
+
+    def _look(self) -> None:
+        highest, self._highest = self._highest, self._now
+        if highest <= min(self._most, self._others):
+            return
+        gradients = 0 if self._reducer is None else self._reducer.held_bytes
+        self._others = max(self._others, highest - gradients)
+        if highest > self._most:
+            self._most, self._gradients = highest, gradients
+
+    def take_others(self) -> tuple[int, int]:
+        """Return (most since the last call, now) of the bytes that are no gradients; the next maximum starts now."""
+        self._look()
+        most, now = self._others, self._now - (0 if self._reducer is None else self._reducer.held_bytes)
+        self._others = now
+        return most, now
 
     def with_state(self, state: Memory) -> Memory:
         """Return the memory at the fullest moment, of a rank that has this state at the end of the last backward."""
+        self._look()
         gradients = min(self._gradients, self._most)
         return replace(state, gradients=gradients, activations=self._most - gradients)

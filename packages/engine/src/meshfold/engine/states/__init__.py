@@ -7,4 +7,13 @@ from meshfold.engine.states.data_parallel import BUCKET_BYTES, GradientReducer
 from meshfold.engine.states.optimizer_state import plain_settings
 from meshfold.engine.states.replicated import PlainStates, Source, States, source_like
 
-__all__ = ["BUCKET_BYTES", "Accumulation", "GradientReducer", "PlainStates", "Source", "States", "plain_settings", "source_like"]
+__all__ = [
+    "BUCKET_BYTES",
+    "Accumulation",
+    "GradientReducer",
+    "PlainStates",
+    "Source",
+    "States",
+    "plain_settings",
+    "source_like",
+]
