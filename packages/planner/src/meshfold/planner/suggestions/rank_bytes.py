@@ -95,8 +95,10 @@ class RankBytes:
         """
         if self.zero is None:
             held = self.held()
-            most = max(self._activations(rank, live) for rank in self._looked_at)
-            return held.total + most, 0.0
+            early = held.gradients * (self.micro > 1 or self.stages > 1)  # the first micro-step's are there when the next begins
+            alive = (self._alive(rank, live, self.repeated) for rank in self._looked_at)
+            most = max(max(early + max(inside, outside), held.gradients + inside / 2) for inside, outside in alive)
+            return held.total - held.gradients + most + WORKSPACE_BYTES, 0.0
         return max(self._with_zero(rank, live) for rank in self._looked_at)
 
     def _edge(self, rank: int) -> float:
@@ -118,14 +120,6 @@ class RankBytes:
     def _of_block(self, repeated: float) -> float:
         """Return the bytes that a block keeps until its backward."""
         return (1 - repeated) * self.kept + repeated * self.stream
-
-    def _activations(self, rank: int, live: Sequence[float] | None, repeated: float | None = None) -> float:
-        """Return the bytes kept for backward on a rank: with one block's own, while that block is recomputed."""
-        repeated = self.repeated if repeated is None else repeated
-        rest = self.alive.rest * (rank == self._last)
-        again = (self.kept - self.stream) * (repeated > 0)
-        at_once = self._at_once(rank, live)
-        return self.of_ranks[rank] * self._of_block(repeated) * at_once + max(rest * at_once, again)
 
     def _alive(self, rank: int, live: Sequence[float] | None, repeated: float) -> tuple[float, float]:
         """Return all bytes that are alive at most while a block computes, and while what is around blocks does."""
