@@ -18,6 +18,7 @@ from meshfold.mesh.testing import run_on_ranks
 from meshfold.models import build, preset
 from meshfold.planner import MACHINES, Estimate, Machine, estimate, find_machine, step_times
 from meshfold.planner.report import memory_table, mesh_picture
+from meshfold.planner.step_bytes import WORKSPACE_BYTES
 
 SIZES: dict[str, Any] = dict(hidden=32, layers=2, heads=4, vocab_size=40, max_positions=16)
 SPECS: dict[str, dict[str, Any]] = {
@@ -91,10 +92,10 @@ def test_flops_are_those_of_the_model_shared_out() -> None:
     assert counted < serial.flops < 1.1 * counted  # flash attention computes the scores again in backward
     split = estimate(lambda: build(config), ParallelSpec.parse(dict(data=2, tensor=4)), batch_size=4, seq_len=256)
     assert split.flops * 8 == serial.flops
-    assert split.memory.total < serial.memory.total / 3
+    assert split.memory.total - WORKSPACE_BYTES < (serial.memory.total - WORKSPACE_BYTES) / 3
 
 
-def test_activations_are_those_that_autograd_keeps() -> None:
+def test_activations_are_those_that_are_alive_at_the_fullest_moment() -> None:
     class Once(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -106,8 +107,9 @@ def test_activations_are_those_that_autograd_keeps() -> None:
             return dict(loss=self.loss(torch.relu(self.a(x))).mean())
 
     found = estimate(Once, ParallelSpec.parse({}, 1), batch_size=4, seq_len=8)
-    # x [4 8 8] for a's weight, relu's output [4 8 16] once for itself and the next layer
-    assert found.memory.activations - 4 * (4 * 8 * 8 + 4 * 8 * 16) in range(64)
+    # x [4 8 8] for a's weight, relu's output [4 8 16] once for itself and the next layer; its gradient, and that of a's output
+    kept, made = 4 * (4 * 8 * 8 + 4 * 8 * 16), 4 * 2 * (4 * 8 * 16)
+    assert kept < found.memory.activations - WORKSPACE_BYTES < kept + made + 4096
 
 
 def test_times_add_up() -> None:
@@ -254,11 +256,11 @@ def test_without_zero_too(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_recompute_is_told_where_it_helps_and_was_not_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
     assert "With recompute='blocks' (--recompute blocks) it fits" in refused(
-        capsys, "--batch-size", "16", "--gpu-memory", "25MiB"
+        capsys, "--batch-size", "16", "--gpu-memory", "91MiB"
     )
-    said = refused(capsys, "--batch-size", "16", "--gpu-memory", "8MiB", "--recompute", "blocks")
+    said = refused(capsys, "--batch-size", "16", "--gpu-memory", "80MiB", "--recompute", "blocks")
     assert said.endswith(" With --accumulate 2 it fits\n")
-    said = refused(capsys, "--batch-size", "16", "--gpu-memory", "2MiB", "--recompute", "blocks")
+    said = refused(capsys, "--batch-size", "16", "--gpu-memory", "68MiB", "--recompute", "blocks")
     assert "recompute" not in said and "Split it over more ranks, take fewer tokens at once" in said
     assert "(zero=dict(stage=3), --accumulate 16 would not do)" in said
     said = refused(capsys, "--batch-size", "16", "--parallel", "zero.gpu_memory_limit=5MB", "--recompute", "blocks")
@@ -267,7 +269,7 @@ def test_recompute_is_told_where_it_helps_and_was_not_asked_for(capsys: pytest.C
 
 def test_fewer_tokens_at_once_are_told_where_they_help(capsys: pytest.CaptureFixture[str]) -> None:
     """The fewest micro-steps with which it fits, beside recomputation."""
-    words = ["--batch-size", "16", "--gpu-memory", "6MiB"]
+    words = ["--batch-size", "16", "--gpu-memory", "72MiB"]
     said = refused(capsys, *words)
     assert "With --accumulate " in said and said.endswith(" and --recompute blocks it fits\n")
     count = int(said.partition("With --accumulate ")[2].split()[0])
@@ -279,11 +281,11 @@ def test_fewer_tokens_at_once_are_told_where_they_help(capsys: pytest.CaptureFix
 
 def test_more_microbatches_are_told_where_they_help(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--batch-size", "16", "--parallel", "pipeline=2", "--gpu-memory"]
-    said = refused(capsys, *words, "12MiB")
+    said = refused(capsys, *words, "78MiB")
     assert "With pipeline.microbatches=" in said
     count = said.partition("pipeline.microbatches=")[2].split()[0]
     parallel = f"dict(pipeline=dict(size=2, microbatches={count}))"
-    assert main([*MODEL, "--batch-size", "16", "--gpu-memory", "12MiB", "--parallel", parallel]) == 0
+    assert main([*MODEL, "--batch-size", "16", "--gpu-memory", "78MiB", "--parallel", parallel]) == 0
 
 
 def test_the_published_palm_has_a_plan_in_2_5d(capsys: pytest.CaptureFixture[str]) -> None:

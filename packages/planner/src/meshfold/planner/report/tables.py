@@ -97,16 +97,23 @@ def memory_table(found: Estimate) -> str:
     note = f"{found.local_parameters:,} of {found.parameters:,} ({share:.1%})"
     if zero:
         note = f"of {found.local_parameters:,}, in chunks: what stays and what is gathered at that moment"
-    kept = "and all else that computing takes" if zero else "kept for backward, attention without scores"
+    kept = (
+        "and all else that computing takes" if zero else "and all else then: attention without scores, cuBLAS, buffers"
+    )
+    none = "" if memory.gradients else "none yet in the first forward, which is fullest"
     rows = [
         ("parameters", memory.parameters, note),
         ("master weights", memory.masters, ""),
-        ("gradients", memory.gradients, ""),
+        ("gradients", memory.gradients, none),
         ("optimizer state", memory.optimizer, "master weights with it" if zero else ""),
         ("activations", memory.activations, kept),
         ("push channels", memory.channels, "memory that peers write"),
     ]
-    lines = [f"{name:<17}{format_bytes(size):>12}  {note}".rstrip() for name, size, note in rows if size]
+    lines = [
+        f"{name:<17}{format_bytes(size):>12}  {note}".rstrip()
+        for name, size, note in rows
+        if size or (note and note == none)
+    ]
     lines.append(f"{'together':<17}{format_bytes(memory.total):>12}")
     others = (
         ("host", memory.host, "of memory, for all ranks there"),
@@ -114,9 +121,8 @@ def memory_table(found: Estimate) -> str:
     )
     lines += [f"{name:<17}{format_bytes(size):>12}  {note}" for name, size, note in others if size]
     title = "a rank holds" if found.pipeline is None else "the fullest rank of the pipeline holds"
-    if zero:
-        placed = ", with everything on its device" if found.refusal else ""
-        title = f"{title}{placed}, at its fullest moment"
+    placed = ", with everything on its device" if zero and found.refusal else ""
+    title = f"{title}{placed}, at its fullest moment"
     return "\n".join([title, *lines])
 
 

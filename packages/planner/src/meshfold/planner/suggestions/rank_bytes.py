@@ -95,7 +95,9 @@ class RankBytes:
         """
         if self.zero is None:
             held = self.held()
-            early = held.gradients * (self.micro > 1 or self.stages > 1)  # the first micro-step's are there when the next begins
+            early = held.gradients * (
+                self.micro > 1 or self.stages > 1
+            )  # the first micro-step's are there when the next begins
             alive = (self._alive(rank, live, self.repeated) for rank in self._looked_at)
             most = max(max(early + max(inside, outside), held.gradients + inside / 2) for inside, outside in alive)
             return held.total - held.gradients + most + WORKSPACE_BYTES, 0.0
