@@ -16,7 +16,7 @@ from meshfold.mesh import ParallelSpec, record
 from meshfold.mesh.collectives.push import bytes_of_channel, channel_bytes, channels
 from meshfold.mesh.testing import run_on_ranks
 from meshfold.planner import Estimate, estimate, find_machine
-from meshfold.zero_gemini.chunks.gradient import ChunkGradient
+from meshfold.zero_gemini.chunks.whole_gradient import WholeGradient, runs_of
 
 Spec = dict[str, Any]
 SLOW = pytest.mark.slow
@@ -24,20 +24,20 @@ SLOW = pytest.mark.slow
 
 @contextmanager
 def whole_gradients(sizes: dict[str, int]) -> Iterator[None]:
-    """Note the bytes of each whole gradient of a chunk that is allocated, by its first parameter."""
-    allocate = ChunkGradient._allocate
+    """Note the largest number of bytes that each whole gradient of a chunk takes, by its first parameter."""
+    add = WholeGradient.add
 
-    def noted(self: ChunkGradient, elements: int, *args: Any, **kwargs: Any) -> Any:
-        block = allocate(self, elements, *args, **kwargs)
-        if elements == self.chunk.spec.size_elems:
-            sizes[self.chunk.spec.names[0]] = block.tensor.nbytes
-        return block
+    def noted(self: WholeGradient, *args: Any, **kwargs: Any) -> None:
+        add(self, *args, **kwargs)
+        name, complete = self._chunk.spec.names[0], len(self._held) == len(self._chunk.parameters)
+        parts = runs_of(self._chunk, self.blocks) if complete else [block.tensor for block in self.blocks]
+        sizes[name] = max(sizes.get(name, 0), sum(part.nbytes for part in parts))
 
-    ChunkGradient._allocate = noted  # type: ignore[method-assign]
+    WholeGradient.add = noted  # type: ignore[method-assign]
     try:
         yield
     finally:
-        ChunkGradient._allocate = allocate  # type: ignore[method-assign]
+        WholeGradient.add = add  # type: ignore[method-assign]
 
 
 def allocated(spec: Spec, precision: str, accumulation: int) -> tuple[dict[str, int], int, Fraction]:
