@@ -167,7 +167,12 @@ def test_implementations_have_the_signatures_of_the_reference() -> None:
                 )
 
 
-CHOSEN_BY_GENERATORS = {"one_shot_triton.py", "row_product_triton.py", "paged_attention_triton.py"}
+CHOSEN_BY_GENERATORS = {
+    "one_shot_triton.py",
+    "paged_attention_triton.py",
+    "row_product_triton.py",
+    "word_choice_triton.py",
+}
 """Kernels that a generator tries on its device before it uses them."""
 
 

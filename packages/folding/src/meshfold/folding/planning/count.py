@@ -108,6 +108,12 @@ class LiveTensors(LiveBytes):
         if self._peak > peak and self._peak > self._noted * 1.002:
             self._noted, self.at_peak = self._peak, tuple(self._alive.values())
 
+    def _take_over(self, waited: Tensor, found: Tensor) -> None:
+        super()._take_over(waited, found)
+        alive = self._alive.pop(waited.untyped_storage()._cdata, None)
+        if alive is not None:
+            self._alive[found.untyped_storage()._cdata] = alive
+
     def _gone(self, key: int, size: int) -> None:
         self._alive.pop(key, None)
         super()._gone(key, size)
