@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -101,6 +102,8 @@ def build(
     world = join_world(parallel, device, limit_s=asked.watchdog)
     opened.callback(watch_over(world, asked.watchdog, asked.compare).close)
     opened.callback(world.mesh.close)
+    if world.device.type == "cuda":
+        gc.collect()  # the weights of an earlier engine are in cycles of references, and would stay in the GPU's memory
     recompute = recomputation.check_recompute(recompute, world.spec)
     if asked.compile is not None:
         asked.compile.check(world.spec)
