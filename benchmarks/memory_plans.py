@@ -1,4 +1,4 @@
-"""What a timed contestant of ours says of its memory plan, and whether that has come to rest."""
+"""Report of a timed contestant's memory plan, and whether the plan has come to rest."""
 
 from __future__ import annotations
 

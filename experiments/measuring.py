@@ -1,4 +1,4 @@
-"""What experiments that run for real have in common: ``measured.py`` on every rank, its clock, its files.
+"""Common parts of experiments that run for real: ``measured.py`` on every rank, its clock, its files.
 
 A run that is cut loses the row that it measured then, and no other: rank 0 says which row runs, and writes the files after each.
 """
@@ -23,7 +23,7 @@ from meshfold.mesh import Group, all_reduce, barrier, start
 CUT = "Not all rows are here: the run was cut, or goes on."
 """The last line of a page that is written while rows are missing."""
 Found = Mapping[str, Any]
-"""What measured.json holds."""
+"""Content of measured.json."""
 
 
 class Notes:

@@ -29,6 +29,7 @@ from experiments.ring_attention import simulated as lengths
 from experiments.torchtitan import run as torchtitan
 from experiments.torchtitan import simulated as titan_plans
 from experiments.trained import Job, trained
+from integration_tests.committed import committed
 from meshfold.mesh.testing import ranks
 from meshfold.planner import Machine, find_machine
 
@@ -42,11 +43,6 @@ EXPERIMENTS = (
     torchtitan.EXPERIMENT,
     largest.EXPERIMENT,
 )
-
-
-def committed(experiment: Experiment) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((experiment.folder / "results" / "simulated.json").read_text(encoding="utf-8"))
-    return found
 
 
 @pytest.mark.parametrize("experiment", EXPERIMENTS, ids=lambda one: one.name)

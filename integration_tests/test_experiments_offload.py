@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -10,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from experiments import report
 from experiments.gemini_ablation import measured as ablation_measured
 from experiments.gemini_ablation import run as ablation
 from experiments.gemini_ablation import simulated as ablation_plans
@@ -20,9 +18,10 @@ from experiments.parity.claims import off
 from experiments.patrickstar import run as patrickstar
 from experiments.patrickstar import simulated as patrickstar_plans
 from experiments.planned import Size, limits_of
-from experiments.report import Experiment, with_results
+from experiments.report import Experiment
 from experiments.speculative_steps import run as speculative
 from experiments.speculative_steps import simulated as speculative_plans
+from integration_tests.committed import check_can_fail, check_committed, committed
 from meshfold.mesh.testing import run_on_ranks
 
 SMALL = Size(layers=3, hidden=256, heads=4)
@@ -55,23 +54,11 @@ ALL: dict[str, tuple[Experiment, Callable[[dict[str, Any]], None], str]] = {
 }
 
 
-def committed(experiment: Experiment) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((experiment.folder / "results" / experiment.numbers_file).read_text("utf-8"))
-    return found
-
-
 @pytest.mark.parametrize("name", ALL)
 def test_pages_are_made_from_the_committed_numbers_and_can_fail(name: str) -> None:
     experiment, spoil, claim = ALL[name]
-    found = committed(experiment)
-    claims = experiment.claims(found)
-    assert (experiment.folder / "results" / "table.md").read_text("utf-8") == experiment.page(found, claims)
-    readme = (experiment.folder / "README.md").read_text("utf-8")
-    assert with_results(readme, report.summary(claims)) == readme
-    assert [one.name for one in claims if one.holds != one.expected] == []
-    assert (experiment.folder / "results" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
-    spoil(found)
-    assert claim in [one.name for one in experiment.claims(found) if one.holds != one.expected]
+    check_committed(experiment)
+    check_can_fail(experiment, spoil, claim)
 
 
 def test_specs_that_were_trained_are_those_of_the_settings() -> None:

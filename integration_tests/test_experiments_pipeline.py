@@ -23,7 +23,7 @@ from experiments.hanayo import run as hanayo
 from experiments.hanayo.simulated import row as hanayo_row
 from experiments.megascale import run as megascale
 from experiments.megatron import run as megatron
-from experiments.report import Case, Claim, Experiment, rounded, verdict, with_results
+from experiments.report import Case, Claim, rounded, verdict
 from experiments.selective_recompute import run as selective_recompute
 from experiments.sequence_parallelism import run as sequence_parallelism
 from experiments.zero_bubble import measured, settings
@@ -32,6 +32,7 @@ from experiments.zero_bubble.claims import published
 from experiments.zero_bubble.heuristic import Times, heuristic
 from experiments.zero_bubble.simulated import everything, rates_v
 from experiments.zero_memory import run as zero_memory
+from integration_tests.committed import check_committed, committed
 from meshfold.mesh.testing import ranks
 from meshfold.pipeline import ScheduleError, schedule, simulate
 
@@ -57,11 +58,6 @@ MAINS: dict[str, Callable[..., int]] = {
     "selective-recompute": selective_recompute.main,
     "zero-memory": zero_memory.main,
 }
-
-
-def committed(experiment: Experiment) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((experiment.folder / "results" / "simulated.json").read_text())
-    return found
 
 
 # -- numbers --------------------------------------------------------------------------------------------------------
@@ -176,14 +172,7 @@ def test_sizes_belong_to_a_measurement(capsys: pytest.CaptureFixture[str]) -> No
 
 @pytest.mark.parametrize("name", ALL)
 def test_what_is_committed_is_made_from_the_committed_numbers(name: str) -> None:
-    experiment = ALL[name]
-    found = committed(experiment)
-    claims = experiment.claims(found)
-    assert (experiment.folder / "results" / "table.md").read_text(encoding="utf-8") == experiment.page(found, claims)
-    readme = (experiment.folder / "README.md").read_text(encoding="utf-8")
-    assert with_results(readme, report.summary(claims)) == readme
-    assert [one.name for one in claims if one.holds != one.expected] == []
-    assert (experiment.folder / "results" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    check_committed(ALL[name])
 
 
 def spoil_gpipe(found: dict[str, Any]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,14 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from experiments import report
 from experiments.collectives import measured as collectives_measured
 from experiments.collectives import run as collectives
 from experiments.megatron_2019 import run as megatron_2019
 from experiments.optimus import measured as optimus_measured
 from experiments.optimus import run as optimus
 from experiments.optimus import simulated as optimus_numbers
-from experiments.report import Experiment, with_results
+from experiments.report import Experiment
 from experiments.tensor_layers import Grid, Size, hold, largest_batch, link_rate, memory, seconds, trace
 from experiments.tensor_measured import grids, page, plan
 from experiments.tensor_parity import on_rank
@@ -29,6 +27,7 @@ from experiments.three_d import run as three_d
 from experiments.three_d import simulated as three_d_numbers
 from experiments.vit_batch import run as vit_batch
 from experiments.vit_batch import simulated as vit_numbers
+from integration_tests.committed import check_can_fail, check_committed, committed
 from meshfold.mesh.testing import ranks, run_on_ranks
 from meshfold.planner import find_machine
 
@@ -40,11 +39,6 @@ ONE, TWO, DEEP, CUBE = (
     Grid(mode="3d", sizes=(2, 2, 2)),
 )
 RTX = find_machine("rtx5000x4")
-
-
-def committed(experiment: Experiment) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((experiment.folder / "results" / experiment.numbers_file).read_text("utf-8"))
-    return found
 
 
 # -- a layer --------------------------------------------------------------------------------------------------------
@@ -198,15 +192,8 @@ ALL: dict[str, tuple[Experiment, Callable[[dict[str, Any]], None], str]] = {
 @pytest.mark.parametrize("name", ALL)
 def test_pages_are_made_from_the_committed_numbers_and_can_fail(name: str) -> None:
     experiment, spoil, claim = ALL[name]
-    found = committed(experiment)
-    claims = experiment.claims(found)
-    assert (experiment.folder / "results" / "table.md").read_text("utf-8") == experiment.page(found, claims)
-    readme = (experiment.folder / "README.md").read_text("utf-8")
-    assert with_results(readme, report.summary(claims)) == readme
-    assert [one.name for one in claims if one.holds != one.expected] == []
-    assert (experiment.folder / "results" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
-    spoil(found)
-    assert claim in [one.name for one in experiment.claims(found) if one.holds != one.expected]
+    check_committed(experiment)
+    check_can_fail(experiment, spoil, claim)
 
 
 def test_optimus_is_simulated_as_committed() -> None:

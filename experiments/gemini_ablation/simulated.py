@@ -26,10 +26,10 @@ PLACEMENTS: dict[str, dict[str, object]] = {
     "parameters on the GPU": dict(placement="static", offload_optim_frac=1.0),
     "half of the states on the GPU": dict(placement="static", offload_optim_frac=0.5),
 }
-"""What the rows of the clock place, trained."""
+"""Placements that are trained for real: those of the clock's rows."""
 STEPS = 5
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
-"""Of parameters on the host: the cache holds the others, as many as fit."""
+"""Shares of parameters on the host. The cache holds the others, as many as fit."""
 
 
 @dataclass(frozen=True, kw_only=True)
