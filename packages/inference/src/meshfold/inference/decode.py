@@ -70,9 +70,8 @@ class DecodeBatch:
         self._settings = sampling_rows([_IDLE] * rows, device)
         self._seen: Tensor | None = None
         self._pages = torch.full((rows, width), spare, dtype=torch.int64)  # what the tables have, on the host
-        self._listed: dict[
-            int, tuple[list[int], int]
-        ] = {}  # of each row with a sequence: its pages, and how many are there
+        # Of each row with a sequence: its pages, and how many are there.
+        self._listed: dict[int, tuple[list[int], int]] = {}
         self._next: list[tuple[Request, int]] = []  # the sequence of each row, and its next position
         self._graphs: dict[tuple[bool, bool, bool], torch.cuda.CUDAGraph] = {}
         self._mine, self._captures = mine, captures

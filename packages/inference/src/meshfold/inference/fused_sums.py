@@ -174,9 +174,8 @@ class FusedSums:
         add = self._added.pop(layer, None)
         known, rows = sharded_layer(layer), given.numel() // given.shape[-1]
         found = gain_of(norm)
-        packed = (
-            known is not None and known.scale is not None and rows > 1
-        )  # codes of several rows are unpacked by the layer
+        # Codes of several rows are unpacked by the layer.
+        packed = known is not None and known.scale is not None and rows > 1
         if self._stream is None or self._sums is None or known is None or found is None or packed or rows > self.rows:
             total = type(layer).forward(layer, given)
             return total if add is None else total + add

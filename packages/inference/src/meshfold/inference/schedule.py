@@ -265,12 +265,7 @@ class Scheduler:
             self._name(request, span.stop)
             if samples:
                 token, logprob = next(new)
-                request.tokens.append(token)
-                request.logprobs.append(logprob)
-                if token in request.sampling.stop_tokens:
-                    request.finish = "stop"
-                elif len(request.tokens) == request.sampling.max_new_tokens:
-                    request.finish = "length"
+                _append(request, [token], [logprob])
                 if request.finish:
                     ended.append(request)
         for request in ended:
@@ -293,21 +288,10 @@ class Scheduler:
         for span, new, new_logprobs in zip(
             step.decode, zip(*tokens, strict=True), zip(*logprobs, strict=True), strict=True
         ):
-            request, count = span.request, len(new)
-            stops = request.sampling.stop_tokens
-            left = request.sampling.max_new_tokens - len(request.tokens)
-            if stops:
-                count = next((at + 1 for at, token in enumerate(new) if token in stops), count)
-            count = min(count, left)
-            request.tokens += new[:count]
-            request.logprobs += new_logprobs[:count]
-            request.computed = span.start + count
+            request = span.request
+            counts.append(_append(request, new, new_logprobs))
+            request.computed = span.start + counts[-1]
             self._name(request, request.computed)
-            if request.tokens[-1] in stops:
-                request.finish = "stop"
-            elif count == left:
-                request.finish = "length"
-            counts.append(count)
         for span in step.decode:
             if span.request.finish:
                 self.remove(span.request)
@@ -424,3 +408,19 @@ def ids_of(prompt: Iterable[int]) -> tuple[int, ...]:
     if not ids or not all(isinstance(token, int) and not isinstance(token, bool) and token >= 0 for token in ids):
         raise SpecError(f"a prompt {list(ids[:8])!r}: give at least one token id, whole numbers from 0 up")
     return ids
+
+
+def _append(request: Request, tokens: Sequence[int], logprobs: Sequence[float]) -> int:
+    """Add new tokens to a request up to its end, and note the end; return how many it got."""
+    stops, count = request.sampling.stop_tokens, len(tokens)
+    left = request.sampling.max_new_tokens - len(request.tokens)
+    if stops:
+        count = next((at + 1 for at, token in enumerate(tokens) if token in stops), count)
+    count = min(count, left)
+    request.tokens += tokens[:count]
+    request.logprobs += logprobs[:count]
+    if request.tokens[-1] in stops:
+        request.finish = "stop"
+    elif count == left:
+        request.finish = "length"
+    return count
