@@ -16,11 +16,9 @@ class OnGPU:
     """What torch's caching allocator says, held to a limit in bytes (0: none)."""
 
     def __init__(self, limit: int, device: torch.device) -> None:
-        from meshfold.engine.zero.memory import grow_segments, limit_allocator
+        from meshfold.engine.zero.process_settings import grow_segments, limit_allocator
 
-        grow_segments()
-        if limit:
-            limit_allocator(device, limit)
+        self._held = grow_segments(device), limit_allocator(device, limit or None)
         self.limit = limit or torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
 
     def begin(self) -> None:

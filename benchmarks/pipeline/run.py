@@ -106,19 +106,18 @@ def main(argv: Sequence[str]) -> int:
 def _measure(args: argparse.Namespace) -> int:
     from benchmarks.pipeline.contestants import Runner
     from benchmarks.pipeline.work import Work
-    from meshfold.engine.zero.memory import grow_segments
+    from meshfold.engine.zero.process_settings import grow_segments
     from meshfold.mesh import Mesh
     from meshfold.mesh.processes import process_group
 
-    if torch.cuda.is_available():
-        grow_segments()  # many contestants live side by side: leave no gaps between them
-    else:
+    if not torch.cuda.is_available():
         torch.set_num_threads(1)
     if args.compiled:
         from torch._dynamo import config as compiling
 
         compiling.recompile_limit = 128  # each contestant compiles the same blocks anew
     world = process_group.start(timeout=180)
+    segments = grow_segments(world.device)  # many contestants live side by side: leave no gaps between them
     work = Work(args, Mesh({"pipe": args.ranks}), world.device)
     say = print if world.rank == 0 else _silent
     runners: list[Runner] = []
@@ -164,6 +163,7 @@ def _measure(args: argparse.Namespace) -> int:
         print(described(result))
         print(f"written to {args.out}")
     world.close()
+    segments.close()
     return 0
 
 

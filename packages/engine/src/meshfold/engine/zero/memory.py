@@ -1,10 +1,8 @@
-"""Memory of host and device: free bytes, the allocator's limit, the ranks' agreement that memory runs short, and the details of
-out-of-memory errors."""
+"""Memory of host and device: free bytes, the ranks' agreement that memory runs short, and the details of out-of-memory errors."""
 
 from __future__ import annotations
 
 import linecache
-import os
 import re
 import resource
 import traceback
@@ -52,31 +50,6 @@ def free_host_bytes() -> int:
 def ranks_per_host(world: World) -> int:
     """Return how many ranks share this host's memory."""
     return min(world.mesh.world_size, torch.cuda.device_count() or world.mesh.world_size)
-
-
-_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-
-
-def limit_allocator(device: torch.device, limit: int) -> None:
-    """Let this process take no more than ``limit`` bytes of a GPU, as on a smaller card."""
-    total = torch.cuda.get_device_properties(device).total_memory
-    torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total), device)
-
-
-def grow_segments() -> bool:
-    """Let the allocator grow and shrink its segments from now on, in the whole process; return whether it does.
-
-    Chunks come and go in sizes of their own between activations. With segments of fixed sizes this leaves gaps (8 % of an H200
-    with a model of 13B parameters), and allocation fails although the memory is free. Where the environment configures the
-    allocator its settings are kept.
-    """
-    if any(os.environ.get(name) for name in _VARIABLES):
-        return False
-    tell = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
-    if tell is None:
-        tell = torch._C._cuda_cudaCachingAllocator_set_allocator_settings  # type: ignore[attr-defined]
-    tell("expandable_segments:True")
-    return True
 
 
 class Pressure:

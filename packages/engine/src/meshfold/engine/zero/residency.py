@@ -27,7 +27,6 @@ from meshfold.engine.zero.memory import (
     describe_shortage,
     is_out_of_memory,
     largest_output,
-    limit_allocator,
     resident_bytes,
     shortage_remedy,
 )
@@ -138,8 +137,6 @@ class Residency:
         cuda, limited = world.device.type == "cuda", spec.gpu_memory_limit is not None or blocks is not None
         is_wanted = cuda or (limited and world.device.type != "meta")
         self.phase = Phase.TRACING if is_wanted else Phase.OFF
-        if cuda and spec.gpu_memory_limit is not None:
-            limit_allocator(world.device, spec.gpu_memory_limit)
 
     def hand_over(self) -> None:
         """Plan nothing from now on: other code moves the chunks, between steps. Call it before the first step."""

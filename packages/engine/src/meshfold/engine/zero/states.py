@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
@@ -28,8 +28,9 @@ from meshfold.engine.states.optimizer_state import put
 from meshfold.engine.states.replicated import Source, Sources, source_like
 from meshfold.engine.world import PIPE, World
 from meshfold.engine.zero.gather_cache_bytes import GatherCacheBytes
-from meshfold.engine.zero.memory import grow_segments, is_out_of_memory, ranks_per_host
+from meshfold.engine.zero.memory import is_out_of_memory, ranks_per_host
 from meshfold.engine.zero.plan import Sizes, first_placements, gradient_dtype, regime_of
+from meshfold.engine.zero.process_settings import grow_segments, limit_allocator
 from meshfold.engine.zero.residency import Residency
 from meshfold.kernels import Fp8Weight
 from meshfold.mesh import Mesh, SpecError
@@ -97,61 +98,66 @@ class ZeroStates:
                 f"zero: regime={spec.regime!r} with {_first_norm(model)}, which stays in float32 in a 16-bit model: write "
                 "regime='A', or give the model GroupNorm or LayerNorm"
             )
-        if world.device.type == "cuda":
-            grow_segments()
-        ranks, micro_steps = world.data_size, accumulation
-        if world.pipelined:  # they accumulate gradients over micro-batches
-            accumulation = max(2, accumulation)
-        summed = gradient_dtype(precision, accumulation=accumulation, ranks=ranks)
-        regime = regime_of(spec, precision, accumulation=accumulation, ranks=ranks)
-        if world.device.type == "cuda" and spec.placement == "auto" and make is not None:
-            measure_rank_rates(world.device, regime.name)  # evaluation needs no plan
-        elements = sum(parameter.numel() for parameter in model.parameters())
-        own = sum(p.numel() / world.mesh.size(*metadata_on(p, world.mesh).sum_axes) for p in model.parameters())
-        sizes = Sizes.of(regime, elements=elements, ranks=elements / own if own else ranks)
-        sums = accumulation > 1 and spec.stage > 1  # sums are held between micro-steps
-        if make is not None and not looks_at_all and not sums and _is_adam(make, precision):
-            sizes = replace(sizes, gradient=0.0)  # each is stepped when it arrives
-        local = ranks_per_host(world)
-        self._world, self._model, self._owed = world, model, False
-        self._whole_names = names or {}
-        recomputes = recomputes or recomputes_by_itself(model)
-        self.gemini = Gemini(
-            model,
-            world.mesh,
-            stage=spec.stage,
-            memory=Memory(world.device),
-            placements=first_placements(spec, world.device, sizes, ranks_per_host=local, everyone=world.everyone),
-            disk=None if spec.offload_path is None else DiskSettings(folder=spec.offload_path, rank=world.mesh.rank),
-            dtype=precision.dtype,
-            other_dtypes=others,
-            master_dtype=precision.master_dtype,
-            gradient_dtype=summed,
-            make_optimizer=make,
-            regime=spec.regime,
-            seed=seed,
-            values=values,
-            apart=(PIPE,) if world.pipelined else (),
-            transport=spec.transport,
-            fp8_weights=fp8_weights,
-            recomputes=lambda unit: recomputes and (blocks is None or unit not in blocks.kept),
-            settled=settled,
-        )
-        self.gemini.takes = False
-        self.optimizer = self.gemini.optimizer
-        self.residency = Residency(
-            model,
-            self.gemini,
-            spec,
-            world,
-            accumulation=micro_steps,
-            regime=regime,
-            blocks=blocks,
-            recomputes=recomputes,
-        )
-        self._names = {parameter: name for name, parameter in model.named_parameters()}
-        self.trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self._gather_cache = GatherCacheBytes(self.gemini, spec, world)
+        with ExitStack() as opened:  # closed in reverse order
+            opened.callback(grow_segments(world.device).close)
+            ranks, micro_steps = world.data_size, accumulation
+            if world.pipelined:  # they accumulate gradients over micro-batches
+                accumulation = max(2, accumulation)
+            summed = gradient_dtype(precision, accumulation=accumulation, ranks=ranks)
+            regime = regime_of(spec, precision, accumulation=accumulation, ranks=ranks)
+            if world.device.type == "cuda" and spec.placement == "auto" and make is not None:
+                measure_rank_rates(world.device, regime.name)  # evaluation needs no plan
+            elements = sum(parameter.numel() for parameter in model.parameters())
+            own = sum(p.numel() / world.mesh.size(*metadata_on(p, world.mesh).sum_axes) for p in model.parameters())
+            sizes = Sizes.of(regime, elements=elements, ranks=elements / own if own else ranks)
+            sums = accumulation > 1 and spec.stage > 1  # sums are held between micro-steps
+            if make is not None and not looks_at_all and not sums and _is_adam(make, precision):
+                sizes = replace(sizes, gradient=0.0)  # each is stepped when it arrives
+            local = ranks_per_host(world)
+            self._world, self._model, self._owed = world, model, False
+            self._whole_names = names or {}
+            recomputes = recomputes or recomputes_by_itself(model)
+            self.gemini = Gemini(
+                model,
+                world.mesh,
+                stage=spec.stage,
+                memory=Memory(world.device),
+                placements=first_placements(spec, world.device, sizes, ranks_per_host=local, everyone=world.everyone),
+                disk=None
+                if spec.offload_path is None
+                else DiskSettings(folder=spec.offload_path, rank=world.mesh.rank),
+                dtype=precision.dtype,
+                other_dtypes=others,
+                master_dtype=precision.master_dtype,
+                gradient_dtype=summed,
+                make_optimizer=make,
+                regime=spec.regime,
+                seed=seed,
+                values=values,
+                apart=(PIPE,) if world.pipelined else (),
+                transport=spec.transport,
+                fp8_weights=fp8_weights,
+                recomputes=lambda unit: recomputes and (blocks is None or unit not in blocks.kept),
+                settled=settled,
+            )
+            opened.callback(self.gemini.close)
+            self.gemini.takes = False
+            self.optimizer = self.gemini.optimizer
+            self.residency = Residency(
+                model,
+                self.gemini,
+                spec,
+                world,
+                accumulation=micro_steps,
+                regime=regime,
+                blocks=blocks,
+                recomputes=recomputes,
+            )
+            self._names = {parameter: name for name, parameter in model.named_parameters()}
+            self.trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+            self._gather_cache = GatherCacheBytes(self.gemini, spec, world)
+            opened.callback(limit_allocator(world.device, spec.gpu_memory_limit).close)
+            self._opened = opened.pop_all()  # constructed: from now on close() closes them
 
     def begin(self, *, first: bool) -> None:
         if first:
@@ -268,7 +274,7 @@ class ZeroStates:
         self.residency.relieve()
 
     def close(self) -> None:
-        self.gemini.close()
+        self._opened.close()
 
     def source(self, tensor: Tensor) -> Source:
         if tensor not in self._names:

@@ -21,6 +21,7 @@ DEFAULT_TIMEOUT = timedelta(minutes=30)
 _LEAVE_TIMEOUT = timedelta(seconds=10)
 _NEVER_SENT = 0x5EED  # a tag that no message has
 _limit: timedelta | None = None  # timeout of all groups, if a watchdog has set one
+_limits_before: dict[Any, timedelta] = {}  # of groups that were there then
 _addresses: dict[int, Address] = {}  # ranks of this world
 _broken_off: Any = None  # the world whose collectives must fail at once
 # Groups by their ranks, reused by later meshes. A group is named after its ranks, independent of other groups, and the
@@ -293,18 +294,35 @@ def own_store() -> Any:
 
 
 def limit_groups(limit: timedelta | None) -> None:
-    """Limit how long a collective of any group, present or future, may take; None restores torch's limits."""
+    """Limit how long a collective of any group, present or future, may take; None restores the limits before.
+
+    Groups that were made in between get torch's limit then.
+    """
     global _limit
+    groups = list(dist.distributed_c10d._world.pg_map) if is_started() else []
+    if _limit is None:
+        _limits_before.clear()
+        _limits_before.update((group, found) for group in groups if (found := _limit_of(group)) is not None)
     _limit = limit
-    for group in list(dist.distributed_c10d._world.pg_map) if is_started() else []:
+    for group in groups:
         _limit_group(group, limit)
+    if limit is None:
+        _limits_before.clear()
+
+
+def _limit_of(group: Any) -> timedelta | None:
+    """Return how long a group's collectives may take; None where torch does not say."""
+    if dist.Backend(dist.get_backend(group)) not in (dist.Backend.GLOO, dist.Backend.NCCL):
+        return None
+    options = getattr(group._get_backend(group._device_types[0]), "options", None)
+    return getattr(options, "_timeout", None)
 
 
 def _limit_group(group: Any, limit: timedelta | None) -> None:
     c10d = dist.distributed_c10d
     backend = dist.Backend(dist.get_backend(group))
     if limit is None:
-        limit = c10d._get_default_timeout(backend)
+        limit = _limits_before.get(group) or c10d._get_default_timeout(backend)
     elif backend == dist.Backend.NCCL:
         limit += timedelta(minutes=1)  # later than ours: torch ends the process without naming the missing ranks
     if backend in (dist.Backend.GLOO, dist.Backend.NCCL):

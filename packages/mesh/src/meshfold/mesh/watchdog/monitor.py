@@ -61,7 +61,7 @@ class Watchdog:
         store, checks: two separate connections to the store, for the thread and for comparing calls.
         """
         self.rank = rank
-        self.users = 0
+        self.watches: list[Watch] = []
         self.flight = FlightRecorder(self)
         store.set_timeout(_STORE_LIMIT)
         lock = threading.Lock()
@@ -152,7 +152,7 @@ class Watchdog:
     def _run(self) -> None:
         while not self._diagnosis.ended:
             time.sleep(self._diagnosis.interval_s)
-            if not self.users:
+            if not self.watches:
                 continue
             with suppress(RuntimeError):  # the store may have closed: then every rank's next collective fails
                 self._diagnosis.publish()
@@ -258,16 +258,29 @@ def watchdog_limit(watchdog: float | None) -> float:
 class Watch:
     """Handle of a running watchdog; :meth:`close` ends it."""
 
-    def __init__(self, watchdog: Watchdog | None) -> None:
-        self._watchdog = watchdog
+    def __init__(self, watchdog: Watchdog | None, limit_s: float = DEFAULT_LIMIT_S, compare: bool = False) -> None:
+        """Args:
+        watchdog: the process's; None if nothing is watched.
+        limit_s, compare: see :func:`watch`; they hold until this is closed, or another is made.
+        """
+        self._watchdog, self._limit_s, self._compare = watchdog, limit_s, compare
+        if watchdog is not None:
+            watchdog.watches.append(self)
+            watchdog.set_limit(limit_s, compare)
+            flight_recorder.active = watchdog.flight
 
     def close(self) -> None:
-        """Stop it, unless others use it. May be called twice."""
+        """Stop it, unless others use it: then the newest of them counts. May be called twice."""
         watchdog, self._watchdog = self._watchdog, None
         if watchdog is None:
             return
-        watchdog.users -= 1
-        if watchdog.users == 0 and flight_recorder.active is watchdog.flight:
+        watchdog.watches.remove(self)
+        if flight_recorder.active is not watchdog.flight:
+            return
+        if watchdog.watches:
+            newest = watchdog.watches[-1]
+            watchdog.set_limit(newest._limit_s, newest._compare)
+        else:
             flight_recorder.active = flight_recorder.limit = None
             process_group.limit_groups(None)
 
@@ -275,7 +288,7 @@ class Watch:
 def watch(limit_s: float, *, compare: bool = False) -> Watch:
     """Watch over the collectives of this process from now on; all ranks must call, at the same place of the program.
 
-    Nothing is watched for one rank or in a simulated world. With several in one process the newest limit counts.
+    Nothing is watched for one rank or in a simulated world. With several in one process the newest one that is open counts.
 
     Args:
         limit_s: seconds after which a collective that does not finish is an error. 0 for none.
@@ -290,8 +303,4 @@ def watch(limit_s: float, *, compare: bool = False) -> Watch:
         if store is None:
             return Watch(None)
         _running = (key, Watchdog(*process_group.rank_and_world_size(), store, process_group.own_store()))
-    watchdog = _running[1]
-    watchdog.users += 1
-    watchdog.set_limit(limit_s or DEFAULT_LIMIT_S, compare)
-    flight_recorder.active = watchdog.flight
-    return Watch(watchdog)
+    return Watch(_running[1], limit_s or DEFAULT_LIMIT_S, compare)

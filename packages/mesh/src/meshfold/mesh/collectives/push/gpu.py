@@ -15,6 +15,8 @@ import functools
 import importlib
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -26,6 +28,7 @@ from meshfold.mesh.group import Group
 
 _GEQ = 0  # CU_STREAM_WAIT_VALUE_GEQ: compares the distance, so that flags may wrap around
 _PROBE_S = 20.0
+_NO_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 
 
 class _Driver:
@@ -184,18 +187,32 @@ class _On:
         self._transport._side = None
 
 
+@contextmanager
+def _without_multicast() -> Iterator[None]:
+    """Map memory inside without NVLink multicast: torch reads the variable when memory is mapped."""
+    before = os.environ.get(_NO_MULTICAST)
+    os.environ[_NO_MULTICAST] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_NO_MULTICAST]
+        else:
+            os.environ[_NO_MULTICAST] = before
+
+
 def map_memory(group: Group, length: int, device: torch.device) -> tuple[list[Tensor], Any]:
     """Return bytes of every GPU of a group, zeros, as this rank sees them, and the owner of the mapping; all ranks must call.
 
     Raises:
         RuntimeError: if symmetric memory cannot be had.
     """
-    os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"  # read when memory is mapped
     symmetric: Any = importlib.import_module("torch.distributed._symmetric_memory")  # private, so untyped
-    own: Tensor = symmetric.empty(length, dtype=torch.uint8, device=device)
-    own.zero_()
-    torch.cuda.synchronize(device)  # before any peer can write here: mapping waits for all of them
-    handle: Any = symmetric.rendezvous(own, group.name)
+    with _without_multicast():
+        own: Tensor = symmetric.empty(length, dtype=torch.uint8, device=device)
+        own.zero_()
+        torch.cuda.synchronize(device)  # before any peer can write here: mapping waits for all of them
+        handle: Any = symmetric.rendezvous(own, group.name)
     if (handle.rank, handle.world_size) != (group.index, group.size):
         raise RuntimeError(
             f"symmetric memory counts this rank as {handle.rank} of {handle.world_size}, the group as "
