@@ -173,10 +173,15 @@ def start_ranks(script: Path, words: Sequence[str], ranks: int, timeout: float) 
         return ended, out.read().decode(errors="replace")
 
 
-def how_it_ended(ended: int | None, said: str, timeout: float) -> str:
-    """In a few words, with the last line that was printed."""
+def first_step_file(out: str | Path) -> Path:
+    """Return the file beside a contestant's result that has the seconds until the end of its first step."""
+    return Path(out).with_suffix(".first")
+
+
+def how_it_ended(ended: int | None, said: str, timeout: float, *, first_step: bool = True) -> str:
+    """In a few words, with the last line that was printed; ``first_step``: at least one step had ended."""
     if ended is None:
-        return f"stopped after {timeout:g} s"
+        return f"stopped after {timeout:g} s" + ("" if first_step else ", before the end of its first step")
     last = (said.strip().splitlines() or [""])[-1]
     return f"ended with {ended}: {last[:200]}"
 
@@ -193,20 +198,23 @@ def run_contestant(
         why: finds the reason of a failure in what was printed; empty if there is none.
 
     Returns:
-        The result with mean watts and clock, or ``error``.
+        The result with mean watts and clock, or ``error``. ``first_step_s``, the seconds until the end of its first step, is in it
+        if it came so far.
     """
     with tempfile.TemporaryDirectory(prefix="contestant-") as folder, PowerLog() as power:
         out = Path(folder) / "found.json"
         ended, said = start_ranks(worker, [json.dumps({**job, "out": str(out)})], job["ranks"], timeout)
         if ended or not out.exists():
             print(said[-3000:], file=sys.stderr)
-            return {"error": why(said) or how_it_ended(ended, said, timeout)}
+            first = first_step_file(out)
+            known = {"first_step_s": json.loads(first.read_text())} if first.exists() else {}
+            return {"error": why(said) or how_it_ended(ended, said, timeout, first_step=bool(known)), **known}
         run: dict[str, Any] = json.loads(out.read_text())
     if "error" in run:
         return run
     run.update(power.mean(run.pop("first"), run.pop("last"), job["ranks"]))
     if kernels := run.pop("profile", None):
-        print("\n".join(lines_of(kernels)))
+        print("\n".join([*lines_of(kernels), *run.pop("profile_host", ())]))
     return run
 
 

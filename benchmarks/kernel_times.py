@@ -1,8 +1,12 @@
-"""Kernels of a step by their time, by torch's profiler: on a GPU, or operations of a CPU where there is none."""
+"""Kernels of a step by their time, on a GPU, or operations of a CPU where there is none; functions of the host by theirs."""
 
 from __future__ import annotations
 
+import cProfile
+import pstats
+import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,6 +34,36 @@ def kernels_of(step: Callable[[], object]) -> list[Kernel]:
     else:
         found = [(e.key, e.count, e.self_cpu_time_total / 1e3) for e in events]
     return sorted((each for each in found if each[2] > 0), key=lambda each: -each[2])
+
+
+def host_of(step: Callable[[], object], most: int = 40) -> list[str]:
+    """Return lines on the host's part of a step: the seconds in which it queues one, and the functions that take most of them.
+
+    Functions are profiled in another step, whose backward runs in the same thread.
+    """
+    wait: Callable[[], object] = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
+    wait()
+    begun = time.perf_counter()
+    step()
+    queued = time.perf_counter() - begun
+    wait()
+    whole = time.perf_counter() - begun
+    profiler = cProfile.Profile()
+    with torch.autograd.set_multithreading_enabled(False):
+        step()
+        wait()
+        profiler.enable()
+        step()
+        profiler.disable()
+        wait()
+    rows: list[tuple[float, int, str]] = []
+    for (file, line, name), (_, calls, own, _, _) in pstats.Stats(profiler).stats.items():  # type: ignore[attr-defined]
+        rows.append((own, calls, f"{name} ({'/'.join(Path(file).parts[-2:])}:{line})" if line else name))
+    rows.sort(reverse=True)
+    return [
+        f"host: {queued * 1e3:.2f} ms until a step of {whole * 1e3:.2f} ms was queued; functions under a profiler, alone:",
+        *(f"{own * 1e3:9.4f} ms {calls:8} x {name[:100]}" for own, calls, name in rows[:most]),
+    ]
 
 
 def kernels_after(whole: Sequence[Kernel], first: Sequence[Kernel], times: int) -> list[Kernel]:

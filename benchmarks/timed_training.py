@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.common import synchronize
-from benchmarks.kernel_times import kernels_of
+from benchmarks.common import first_step_file, synchronize
+from benchmarks.kernel_times import host_of, kernels_of
 from benchmarks.peers.absent import AbsentError
 
 Step = Callable[[], Tensor]
@@ -47,13 +47,21 @@ def train(job: dict[str, Any], contestant: Callable[[dict[str, Any]], Step]) -> 
     Args:
         job: ``steps``, ``warm_up``, ``settle_s``, ``profile`` and ``out``, beside what the contestant reads. It may add ``said``, a
             function that returns what is known of the plan, and ``settled``, one that returns False while steps still change where
-            state lies: they are warm-up too, up to ``MOST_SETTLING`` of them.
+            state lies: they are warm-up too, up to ``MOST_SETTLING`` of them. The seconds until the end of the first step, which
+            makes and compiles the model, are in the file of :func:`benchmarks.common.first_step_file` as soon as they are known.
         contestant: makes the step of a job.
     """
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    is_first = int(os.environ.get("RANK", "0")) == 0
+    begun = time.perf_counter()
     step = contestant(job)
-    losses = [step() for _ in range(max(job["warm_up"], 2))]
+    losses = [step()]
+    synchronize()
+    first_step_s = time.perf_counter() - begun
+    if is_first:
+        first_step_file(job["out"]).write_text(json.dumps(first_step_s))
+    losses += [step() for _ in range(max(job["warm_up"], 2) - 1)]
     synchronize()
     begun = time.perf_counter()
     losses.append(step())
@@ -90,6 +98,7 @@ def train(job: dict[str, Any], contestant: Callable[[dict[str, Any]], Step]) -> 
             each /= torch.distributed.get_world_size()
     found = dict(
         seconds=seconds,
+        first_step_s=first_step_s,
         peak_bytes=peak,
         losses=[float(each) for each in losses[:8]],
         first=first,
@@ -98,5 +107,6 @@ def train(job: dict[str, Any], contestant: Callable[[dict[str, Any]], Step]) -> 
     )
     if job["profile"]:
         found["profile"] = kernels_of(step)
-    if int(os.environ.get("RANK", "0")) == 0:
+        found["profile_host"] = host_of(step)
+    if is_first:
         Path(job["out"]).write_text(json.dumps(found))

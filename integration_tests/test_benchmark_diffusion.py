@@ -70,7 +70,35 @@ def test_verdicts() -> None:
         "- speed under 11 GiB by that without a limit: 0.667 (bar 0.8): **not met**"
     ]
     failed = case_of("sd2-5.6", {"ours": dict(error="out of memory")})
-    assert "| ours | – | – | – | – | – | – | – | out of memory |" in "\n".join(of_case("sd2-5.6", failed))
+    assert "| ours | – | – | – | – | – | – | – | – | out of memory |" in "\n".join(of_case("sd2-5.6", failed))
+
+
+def test_table_says_how_long_a_contestant_compiled_and_who_did_not_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each result is written when its contestant ends; seconds for compiling are no part of those for steps."""
+    given: list[float] = []
+
+    def of_contestant(worker: Path, job: dict[str, Any], timeout: float, why: Any) -> dict[str, Any]:
+        given.append(timeout)
+        if len(given) == 2:  # the first contestant's table is there already
+            assert "| ours, compiled | 0.1000 |" in out.with_suffix(".md").read_text()
+        return (
+            dict(run(0.1), first_step_s=41.0)
+            if job["contestant"] == "ours, compiled"
+            else dict(error="stopped after 9 s")
+        )
+
+    out = tmp_path / "found.json"
+    monkeypatch.setattr("benchmarks.diffusion.run.run_contestant", of_contestant)
+    who = ["ours, compiled", "diffusers, compiled", "diffusers"]
+    assert main(["bench", "diffusion", "--out", str(out), "--timeout", "9", "--compile-s", "30", "--only", *who]) == 0
+    assert given == [39.0, 39.0, 9.0]
+    lines = out.with_suffix(".md").read_text()
+    assert "| 41 | 1.000 → 0.900 |" in lines
+    assert "| diffusers, compiled | – | – | – | – | – | – | – | – | did not compile in 39 s |" in lines
+    assert "| diffusers | – | – | – | – | – | – | – | – | stopped after 9 s |" in lines
+    assert "did not compile in 39 s" in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -53,7 +53,14 @@ _TINY: dict[str, dict[str, Any]] = {
         axes_dims_rope=(4, 6, 6),
     ),
 }
-UNETS = ("ours", "ours, compiled", "diffusers", "diffusers, compiled")
+UNETS = (
+    "ours",
+    "ours, compiled",
+    "ours, compiled, captured",
+    "diffusers",
+    "diffusers, blocks compiled",
+    "diffusers, compiled",
+)
 SHARDED = ("ours", "ours, compiled", "ours, kept whole, compiled", "FSDP2", "FSDP2, compiled")
 CAPPED = ("ours", "ours, compiled")
 

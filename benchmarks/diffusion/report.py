@@ -14,19 +14,31 @@ from benchmarks.reports import met, read_bars, table
 BARS = read_bars("diffusion", ("capped", "diffusers", "dit", "flux"))
 RIVALS = {"sd2": ("diffusers", "diffusers"), "dit-xl": ("dit", "FSDP2"), "flux-12b": ("flux", "FSDP2")}
 """The bar of each case, and the peer that it is against."""
-HEAD = ("contestant", "s a step", "images/s", "its time ÷ ours", "peak GiB", "J an image", "mean MHz", "loss", "note")
+HEAD = (
+    "contestant",
+    "s a step",
+    "images/s",
+    "its time ÷ ours",
+    "peak GiB",
+    "J an image",
+    "mean MHz",
+    "first step s",
+    "loss",
+    "note",
+)
 
 
-def report(path: Path) -> None:
-    """Write the table beside a result, and print it."""
+def report(path: Path) -> str:
+    """Write the table beside a result, and return it."""
     found = json.loads(path.read_text())
     words = ", ".join(f"{key} {value}" for key, value in found["machine"].items() if value is not None)
     lines = [f"Measured on: {words}."]
     for name, case in found["cases"].items():
         lines += ["", *of_case(name, case)]
     lines += ["", *of_limits(found["cases"])]
-    path.with_suffix(".md").write_text("\n".join(lines).rstrip() + "\n", encoding="utf-8")
-    print("\n".join(lines))
+    made = "\n".join(lines).rstrip()
+    path.with_suffix(".md").write_text(made + "\n", encoding="utf-8")
+    return made
 
 
 def of_case(name: str, case: Mapping[str, Any]) -> list[str]:
@@ -99,8 +111,10 @@ def peak_of(runs: Sequence[Mapping[str, Any]]) -> int:
 def _row(
     who: str, runs: Sequence[dict[str, Any]], work: Mapping[str, Any], times: Mapping[str, float], ours: float | None
 ) -> tuple[str, ...]:
+    begun = [run["first_step_s"] for run in runs if "first_step_s" in run]
+    first_step = f"{median(begun):.0f}" if begun else "–"
     if who not in times:
-        return (who, *["–"] * 7, runs[-1]["error"])
+        return (who, *["–"] * 6, first_step, "–", runs[-1]["error"])
     seconds, good = times[who], [run for run in runs if "error" not in run]
     watts = [run["watts"] for run in good if "watts" in run]
     clocks = [run["mhz"] for run in good if "mhz" in run]
@@ -113,6 +127,7 @@ def _row(
         f"{peak / GIB:.2f}" if peak else "–",
         f"{sum(watts) / len(watts) * seconds / work['rows']:.1f}" if watts else "–",
         f"{sum(clocks) / len(clocks):.0f}" if clocks else "–",
+        first_step,
         f"{good[0]['losses'][0]:.3f} → {good[0]['losses'][-1]:.3f}",
         "",
     )

@@ -47,7 +47,12 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--backend", default="inductor", help="of torch.compile")
     parser.add_argument("--only", nargs="+", choices=CONTESTANTS, metavar="NAME", help="contestants, if not the case's")
     add_starts(parser, steps=20, warm_up=4, settle_s=20.0, timeout=200.0)
-    parser.add_argument("--compile-s", type=float, default=600.0, help="more seconds for a start that compiles")
+    parser.add_argument(
+        "--compile-s",
+        type=float,
+        default=600.0,
+        help="more seconds for a start that compiles; the table says who did not compile in time",
+    )
     parser.add_argument("--list", action="store_true", help="the cases with their contestants")
     add_output(parser, "diffusion")
     options = parse_with_tiny(parser, argv, TINY)
@@ -56,13 +61,13 @@ def main(argv: Sequence[str]) -> int:
             print(f"{name}: {case.about}; {case.ranks} GPUs, {case.rows} images; {'; '.join(case.contestants)}")
         return 0
     if options.report is not None:
-        report(options.report)
+        print(report(options.report))
         return 0
     check_out(options.out)
     found = result_to_extend(options.out, "diffusion", "diffusers")
     for name in options.case:
         time_case(name, options, found)
-    report(options.out)
+    print(report(options.out))
     return 0
 
 
@@ -80,10 +85,14 @@ def time_case(name: str, options: argparse.Namespace, found: dict[str, Any]) -> 
     call = new_call()
     for who in by_turns(options.only or case.contestants, options.rounds):
         job = dict(**work, contestant=who, **start_settings(options))
-        timeout = options.timeout + (options.compile_s if "compiled" in who else 0.0)
+        compiles = "compiled" in who
+        timeout = options.timeout + (options.compile_s if compiles else 0.0)
         run = run_contestant(Path(__file__).with_name("worker.py"), job, timeout, _why)
+        if compiles and "first_step_s" not in run and run.get("error", "").startswith("stopped"):
+            run["error"] = f"did not compile in {timeout:g} s"
         entry["runs"].setdefault(who, []).append({**run, "call": call})
         write(options.out, found)
+        report(options.out)  # what is known stays if a later contestant is broken off
         print(f"{name}, {who}: {run['error'] if 'error' in run else format(median(run['seconds']), '.4f')}", flush=True)
 
 

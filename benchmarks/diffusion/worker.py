@@ -86,15 +86,27 @@ def ours(job: dict[str, Any], *, sharded: Mapping[str, Any] = MappingProxyType({
     return step
 
 
-def diffusers(job: dict[str, Any], *, compiled: bool) -> Step:
-    """Return the step of diffusers' scripts on one GPU."""
+def diffusers(job: dict[str, Any], *, compiled: str = "", channels_last: bool = False) -> Step:
+    """Return the step of diffusers' scripts on one GPU.
+
+    Args:
+        job: what is trained.
+        compiled: "whole", or "blocks": what ``compile_repeated_blocks`` compiles; empty: nothing.
+        channels_last: weights of convolutions, and with them activations, in the memory format that diffusers' documentation
+            recommends.
+    """
     from benchmarks.peers.absent import AbsentError
     from benchmarks.peers.denoisers import alone
 
     if job["ranks"] > 1:
         raise AbsentError("diffusers' scripts train on one GPU here: FSDP2 is the contestant on several")
-    model = model_of(job["kind"], job["config"]).to(device())
-    return alone(model, batch(job, model), getattr(torch, job["dtype"]), job["backend"] if compiled else None)
+    model: Any = model_of(job["kind"], job["config"]).to(device())
+    if channels_last:
+        model = model.to(memory_format=torch.channels_last)
+    if compiled == "blocks":
+        model.compile_repeated_blocks(backend=job["backend"])
+    backend = job["backend"] if compiled == "whole" else None
+    return alone(model, batch(job, model), getattr(torch, job["dtype"]), backend)
 
 
 def fsdp2(job: dict[str, Any], *, compiled: bool) -> Step:
@@ -120,9 +132,14 @@ KEPT_WHOLE: Mapping[str, Any] = MappingProxyType(dict(reshard_after_forward=Fals
 CONTESTANTS: dict[str, Callable[[dict[str, Any]], Step]] = {
     "ours": ours,
     "ours, compiled": lambda job: ours(job, compile=dict(backend=job["backend"])),
+    "ours, compiled, captured": lambda job: ours(job, compile=dict(backend=job["backend"]), cuda_graph=True),
     "ours, kept whole, compiled": lambda job: ours(job, sharded=KEPT_WHOLE, compile=dict(backend=job["backend"])),
-    "diffusers": lambda job: diffusers(job, compiled=False),
-    "diffusers, compiled": lambda job: diffusers(job, compiled=True),
+    "diffusers": diffusers,
+    "diffusers, channels last": lambda job: diffusers(job, channels_last=True),
+    "diffusers, blocks compiled": lambda job: diffusers(job, compiled="blocks"),
+    "diffusers, channels last, blocks compiled": lambda job: diffusers(job, compiled="blocks", channels_last=True),
+    "diffusers, compiled": lambda job: diffusers(job, compiled="whole"),
+    "diffusers, channels last, compiled": lambda job: diffusers(job, compiled="whole", channels_last=True),
     "FSDP2": lambda job: fsdp2(job, compiled=False),
     "FSDP2, compiled": lambda job: fsdp2(job, compiled=True),
 }
