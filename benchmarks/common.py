@@ -26,6 +26,8 @@ from benchmarks.kernel_times import lines_of
 from benchmarks.power import PowerLog, has_power
 
 RESULTS = Path(__file__).parent / "results"
+LONG_S = 2.0
+"""A step of so many seconds is not made more often than it must be."""
 AVERAGED_S = 1.0
 """nvidia-smi's power is an average over this time: samples in the first second of a window are of the contestant before."""
 _LAUNCH = (
@@ -114,6 +116,8 @@ class Contestant:
         error: relative error of its result against the reference.
         parts: of the step, by name, that are timed by themselves too, after all rounds.
         around: makes what holds while it runs.
+        warm: steps have been made already: nothing more is compiled or captured.
+        last_ms: milliseconds of a step that was made already; 0 if none was timed.
     """
 
     name: str
@@ -123,6 +127,8 @@ class Contestant:
     error: float = float("nan")
     parts: dict[str, Callable[[], Any]] = field(default_factory=dict)
     around: Callable[[], AbstractContextManager[Any]] = nullcontext
+    warm: bool = False
+    last_ms: float = 0.0
 
 
 def machine() -> dict[str, Any]:
@@ -266,20 +272,6 @@ def interleave(contestants: Sequence[Contestant], *, rounds: int, warm_up: int, 
     return times
 
 
-def measure_memory(contestant: Contestant) -> None:
-    """Note the largest memory of a call beyond what was there before it."""
-    if contestant.step is None or not torch.cuda.is_available():
-        return
-    contestant.step()
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    contestant.step()
-    torch.cuda.synchronize()
-    contestant.peak_bytes = torch.cuda.max_memory_allocated() - before
-
-
 Timed = tuple[dict[str, list[float]], dict[str, dict[str, float]]]
 """By name of a contestant: the milliseconds a step of each round, and the mean watts and MHz."""
 
@@ -306,9 +298,14 @@ def timed_windows(
         gpus: whose watts are added up; 0: none are read, as on ranks that write nothing.
 
     Yields:
-        What was measured until the end of each round; last, all of it with the power.
+        What was measured until then, after each contestant of the first round and after each round; last, all of it with the power.
     """
     running = [each for each in contestants if each.step is not None]
+
+    def lasting(each: Contestant) -> float:
+        """Return the milliseconds of a step; one that fills a window by itself is not made again for that."""
+        known = agreed(each.last_ms)
+        return known if known > max(window_s, LONG_S) * 1e3 else agreed(in_window(each, 2))
 
     def in_window(each: Contestant, steps: int) -> float:
         with each.around():
@@ -317,23 +314,25 @@ def timed_windows(
             between()
             return milliseconds(each.step, steps)  # type: ignore[arg-type]
 
-    lasts = {each.name: agreed(in_window(each, 2)) for each in running}
+    lasts = {each.name: lasting(each) for each in running}
     if running and settle_s:
         with running[0].around():
             for _ in range(math.ceil(settle_s * 1e3 / lasts[running[0].name])):
                 running[0].step()  # type: ignore[misc]
                 synchronize()
-        lasts = {each.name: agreed(in_window(each, 2)) for each in running}
+        lasts = {each.name: lasting(each) for each in running}
     repeats = {name: max(1, math.ceil(window_s * 1e3 / each)) for name, each in lasts.items()}
     times: dict[str, list[float]] = {each.name: [] for each in running}
     windows: dict[str, list[tuple[float, float]]] = {each.name: [] for each in running}
     with PowerLog() if gpus else nullcontext() as log:
-        for _ in range(rounds):
+        for turn in range(rounds):
             for each in running:
                 first = time.time()
                 times[each.name].append(in_window(each, repeats[each.name]))
                 windows[each.name].append((first + AVERAGED_S, time.time()))
-            yield times, {name: {} for name in times}
+                if not turn or each is running[-1]:
+                    done = {name: list(values) for name, values in times.items() if values}
+                    yield done, {name: {} for name in done}
     power: dict[str, dict[str, float]] = {name: {} for name in times}
     for name, spans in windows.items():
         means = [mean for span in spans if log is not None and (mean := log.mean(*span, gpus))]
@@ -368,55 +367,6 @@ def agree(device: torch.device, group: Any = None) -> Callable[[float], float]:
         return float(told)
 
     return agreed
-
-
-def measure(
-    area: str,
-    contestants: Sequence[Contestant],
-    options: argparse.Namespace,
-    settings: Sequence[str],
-    packages: Sequence[str] = (),
-    world: Any = None,
-) -> None:
-    """Measure memory, time and power of all contestants that can run, and write the result to ``--out`` after each round.
-
-    Args:
-        area: name of the benchmark.
-        contestants: those that cannot run have a note that says why.
-        options: parsed arguments, with those of :func:`add_output` and :func:`add_rounds`.
-        settings: names of the options that are written with the result.
-        packages: distributions whose versions are written with the machine.
-        world: the group of ranks that measure together; its rank 0 writes. None: this process alone.
-    """
-    first = world is None or world.rank == 0
-    together: dict[str, Any] = {} if world is None else dict(agreed=agree(world.device))
-    for each in contestants:
-        measure_memory(each)
-    known: dict[str, Any] = dict(
-        area=area,
-        machine={**machine(), **package_versions(*packages)},
-        settings={name: getattr(options, name) for name in settings},
-        peak_bytes={each.name: each.peak_bytes for each in contestants},
-        notes={each.name: each.note for each in contestants if each.note},
-        error={each.name: each.error for each in contestants},
-    )
-    for times, power in timed_windows(
-        contestants,
-        rounds=options.rounds,
-        window_s=options.window_s,
-        settle_s=options.settle_s,
-        gpus=(1 if world is None else world.world_size) if first else 0,
-        **together,
-    ):
-        if first:
-            write(options.out, dict(known, milliseconds=times, power=power))
-    found: dict[str, dict[str, float]] = {}
-    for each in contestants:
-        for name, part in each.parts.items():
-            milliseconds(part, 1)
-            found.setdefault(each.name, {})[name] = milliseconds(part, 2)
-    if first and found:
-        write(options.out, dict(known, milliseconds=times, power=power, parts=found))
 
 
 def median(values: Sequence[float]) -> float:

@@ -5,7 +5,8 @@ With --ranks 2 our model is split over two GPUs by tensor parallelism. --batch 2
 transformers' continuous batching. The prompts alone are timed too, with one token after each: *prefill*. The other tokens take the
 rest: *ms a token after it*.
 
-It writes JSON; `--report FILE.json` makes the table from it. Column *error*: log-probs of the tokens generated in the first text,
+It writes JSON as it goes, and prints the seconds of each phase. With --rounds 1 each contestant is made, measured and written
+before the next. `--report FILE.json` makes the table. Column *error*: log-probs of the tokens generated in the first text,
 less those of one forward of it in float32 by the same weights, the largest difference. Column *of a forward*: the same for one
 forward in the model's dtype. In bfloat16 both are the rounding of activations, so they are about equal. The bound is the
 bytes of the weights that a token reads, by the --bandwidth of the memory.
@@ -32,12 +33,12 @@ from benchmarks.common import (
     add_output,
     add_rounds,
     check_out,
-    measure,
     parse_with_tiny,
 )
 from benchmarks.decode_report import FORMS, JUDGED, OURS, PEER, report
 from benchmarks.exact_forward import in_float32, logprobs_of
 from benchmarks.kernel_times import kernels_after, kernels_of, lines_of
+from benchmarks.measuring import PhaseClock, measure
 
 TINY = dict(
     vocabulary=256,
@@ -57,6 +58,8 @@ TINY = dict(
 )
 ON_THEIRS = "ours on transformers' Llama"
 EAGER, CONTINUOUS = "transformers dynamic", "transformers continuous batching"
+PROFILED = 64
+"""Tokens of a text that are profiled at most."""
 PREFILL = 8192
 """Tokens of prompts that one forward of ours computes at most, where there are many."""
 
@@ -118,14 +121,17 @@ def measure_here(options: argparse.Namespace, world: Any = None) -> None:
     """
     check_out(options.out)
     torch._dynamo.config.recompile_limit = 64  # contestants share the code of their blocks
-    found = list(contestants(options))
-    if options.profile:
-        profile(found, options, world is None or world.rank == 0)
-    options.weight_bytes = weight_bytes(options)
-    options.forward_error = options.__dict__.get("forward_error", {})
+    prints = world is None or world.rank == 0
+
+    def say(text: str) -> None:
+        if prints:
+            print(text, flush=True)
+
+    options.weight_bytes, options.forward_error = weight_bytes(options), {}
+    found: list[Contestant] = []
     measure(
         "decode",
-        found,
+        contestants(options, found, say),
         options,
         settings=(
             *JUDGED,
@@ -142,7 +148,10 @@ def measure_here(options: argparse.Namespace, world: Any = None) -> None:
             "forward_error",
         ),
         world=world,
+        say=say,
     )
+    if options.profile:
+        profile(found, options, say)
 
 
 def makers(options: argparse.Namespace) -> dict[str, Callable[[], Contestant]]:
@@ -174,18 +183,29 @@ def makers(options: argparse.Namespace) -> dict[str, Callable[[], Contestant]]:
     return {name: make for name, make in found.items() if name in split}
 
 
-def contestants(options: argparse.Namespace) -> Iterator[Contestant]:
-    """Yield those that are asked for; one that cannot run has the reason as its note."""
+def contestants(
+    options: argparse.Namespace, made: list[Contestant], say: Callable[[str], None]
+) -> Iterator[Contestant]:
+    """Yield those that are asked for, each after its first text; one that cannot run has the reason as its note.
+
+    Args:
+        options: parsed arguments.
+        made: gets each of them.
+        say: gets a line about each, with the seconds that it took to make.
+    """
     wanted = options.only.split(",") if options.only else None
     for name, make in makers(options).items():
         if wanted is None or name in wanted:
+            clock = PhaseClock(say)
             try:
-                made = make()
-                if made.step is not None:
-                    made.step()
-                yield made
+                each = make()
+                if each.step is not None and not each.warm:
+                    each.step()
             except Exception as error:  # whatever a peer raises, or ours on a machine that lacks something
-                yield Contestant(name, note=reason_of(error))
+                each = Contestant(name, note=reason_of(error))
+            clock.ended(f"{name}: {each.note if each.step is None else 'made, with its first text'}")
+            made.append(each)
+            yield each
 
 
 def reason_of(error: BaseException) -> str:
@@ -200,24 +220,28 @@ def reason_of(error: BaseException) -> str:
     return f"{text} … its lines {' / '.join(near)[:900]}"
 
 
-def profile(contestants: Sequence[Contestant], options: argparse.Namespace, prints: bool) -> None:
-    """Print the time of each kernel of a token, and how often it runs, less the prefill; of each contestant, on the GPU or not.
+def profile(contestants: Sequence[Contestant], options: argparse.Namespace, say: Callable[[str], None]) -> None:
+    """Tell the time of each kernel of a token, and how often it runs, less the prefill; of each contestant, on the GPU or not.
+
+    Of ours a text of ``PROFILED`` tokens at most is profiled: a profiler takes long for hundreds of thousands of kernels.
 
     Args:
-        prints: whether this rank does; all of them run.
+        say: gets the lines; all ranks run.
     """
     for each in contestants:
         if each.step is None:
             continue
-        each.step()
-        first = kernels_of(each.parts["prefill"]) if "prefill" in each.parts else []
-        found = kernels_after(kernels_of(each.step), first, max(options.new - bool(first), 1))
-        if prints:
-            times = [f"{sum(ms for *_, ms in kernels):.4f} ms" for kernels in (found, first)]
-            print(f"{each.name}: {times[0]} and {sum(calls for _, calls, _ in found):.0f} kernels a token")
-            print("\n".join(lines_of(found, 40)))
-            print(f"{each.name}: {times[1]} of kernels in the prefill")
-            print("\n".join(lines_of(first, 20)), flush=True)
+        clock, first = PhaseClock(say), kernels_of(each.parts["prefill"]) if "prefill" in each.parts else []
+        new = min(options.new, PROFILED) if first else options.new
+        found = kernels_after(
+            kernels_of(partial(each.step, new) if first else each.step), first, max(new - bool(first), 1)
+        )
+        times = [f"{sum(ms for *_, ms in kernels):.4f} ms" for kernels in (found, first)]
+        say(f"{each.name}: {times[0]} and {sum(calls for _, calls, _ in found):.0f} kernels a token")
+        say("\n".join(lines_of(found, 40)))
+        say(f"{each.name}: {times[1]} of kernels in the prefill")
+        say("\n".join(lines_of(first, 20)))
+        clock.ended(f"{each.name}: profile")
 
 
 def ours(name: str, model: Any, options: argparse.Namespace, plain: bool = False, **settings: Any) -> Contestant:
@@ -246,7 +270,7 @@ def ours(name: str, model: Any, options: argparse.Namespace, plain: bool = False
     lacking = [f"without {named[key]}: {why}" for key, why in without.items() if key != "sums" or options.ranks > 1]
     note = generator.reason or "; ".join(lacking)
     error, options.__dict__.setdefault("forward_error", {})[name] = errors_of(model, given[0], step())
-    return Contestant(name, step, note=note, error=error, parts=dict(prefill=partial(step, 1)))
+    return Contestant(name, step, note=note, error=error, parts=dict(prefill=partial(step, 1)), warm=True)
 
 
 def packed(form: str, options: argparse.Namespace, *, compiled: bool = True) -> Contestant:

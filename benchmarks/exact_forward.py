@@ -9,13 +9,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from meshfold.kernels import packed_weight_of
+
 
 @contextmanager
 def in_float32(model: nn.Module) -> Iterator[None]:
-    """Context manager: each module computes with its own weights in float32, which it has only during its call."""
+    """Context manager: each module computes with its own weights in float32, which it has only during its call.
+
+    Packed weights are decoded to float32.
+    """
     kept: dict[nn.Parameter, Tensor] = {}
+    decoded: dict[nn.Module, torch.dtype] = {}
 
     def widen(module: nn.Module, *_: Any) -> None:
+        if packed_weight_of(module) is not None and module not in decoded:
+            decoded[module] = module.__dict__["weight_dtype"]
+            module.__dict__["weight_dtype"] = torch.float32
         for parameter in module._parameters.values():
             if parameter is not None and parameter.is_floating_point() and parameter.dtype != torch.float32:
                 kept[parameter] = parameter.data
@@ -25,6 +34,8 @@ def in_float32(model: nn.Module) -> Iterator[None]:
         for parameter in module._parameters.values():
             if parameter is not None and parameter in kept:
                 parameter.data = kept.pop(parameter)
+        if module in decoded:
+            module.__dict__["weight_dtype"] = decoded.pop(module)
 
     hooks = [module.register_forward_pre_hook(widen) for module in model.modules()]
     hooks += [module.register_forward_hook(restore, always_call=True) for module in model.modules()]

@@ -30,11 +30,11 @@ from benchmarks.common import (
     add_output,
     add_rounds,
     check_out,
-    measure,
     median,
     parse_with_tiny,
     ratios,
 )
+from benchmarks.measuring import measure
 from benchmarks.reports import ratio, read_bars, table
 
 TINY = dict(

@@ -27,10 +27,10 @@ from benchmarks.common import (
     add_output,
     add_rounds,
     check_out,
-    measure,
     median,
     parse_with_tiny,
 )
+from benchmarks.measuring import measure
 from benchmarks.reports import met, ratio, read_bars, table
 
 TINY = dict(rows=256, width=32, words=1000, dtype="float32", rounds=2, window_s=0.0, settle_s=0.0, chunks=[64])

@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 
 from benchmarks import common, decode_report, reports
+from benchmarks.decode import errors_of, reason_of
+from benchmarks.exact_forward import in_float32
 from benchmarks.fp8_curve import bias, distances, rounded
 from benchmarks.power import PowerLog, parse
 from benchmarks.tensor_parallel import report as tensor_parallel_report
@@ -26,7 +28,10 @@ from benchmarks.zero_offload import verdict
 from benchmarks.zero_offload.cases import CASES, read_bars
 from experiments.toml_tables import TableError
 from meshfold.cli import main
+from meshfold.inference import Generator, Sampling, quantize
+from meshfold.kernels import Nf4Linear, packed_weight_of, unpack_nf4
 from meshfold.mesh.testing import run_on_ranks
+from meshfold.models import LlamaConfig, build
 
 
 def test_steps_are_timed_once_a_memory_plan_has_come_to_rest(tmp_path: Path) -> None:
@@ -165,6 +170,40 @@ def test_decoding_is_measured_without_a_gpu(tmp_path: Path) -> None:
     assert "| transformers static compiled |" in out.with_suffix(".md").read_text()
 
 
+@pytest.mark.parametrize("form", ["", "int8", "fp8", "int4", "nf4"])
+def test_errors_of_decoding_are_found_for_every_format_of_bfloat16_weights(form: str) -> None:
+    """A forward in float32 decodes packed weights to float32, and leaves the model as it was."""
+    model = build(
+        LlamaConfig(vocab_size=64, hidden=64, layers=1, heads=2, kv_heads=1, ffn=64, max_positions=16, tie=False)
+    ).bfloat16()
+    if form == "nf4":
+        for parent in list(model.modules()):
+            for name, child in list(parent.named_children()):
+                if type(child) is torch.nn.Linear:
+                    parent._modules[name] = Nf4Linear.of(child)
+    elif form:
+        quantize(model, form, group=32)
+    ids = torch.arange(9)[None]
+    before = model(ids).logits
+    with in_float32(model):
+        exact = model(ids).logits
+        assert exact.dtype == torch.float32
+    assert torch.equal(model(ids).logits, before) and before.dtype == torch.bfloat16
+    wide = build(model.config)  # the same weights, all in float32
+    for name, module in wide.named_modules():
+        if (packed := packed_weight_of(there := model.get_submodule(name))) is not None:
+            module.weight.data = packed.unpack(torch.float32)
+        elif isinstance(there, Nf4Linear):
+            module.weight.data = unpack_nf4(there.weight, there.in_features)
+        else:
+            for each, parameter in module.named_parameters(recurse=False):
+                parameter.data = getattr(there, each).data.float()
+    torch.testing.assert_close(exact, wide(ids).logits, rtol=1e-5, atol=1e-6)
+    prompt = [1, 2, 3]
+    found = Generator(model, tokens=32).generate([prompt], sampling=Sampling(temperature=0.0, max_new_tokens=4))
+    assert all(0.0 < error < 0.1 for error in errors_of(model, prompt, found))
+
+
 @pytest.mark.usefixtures("warm_commands")
 @pytest.mark.parametrize(
     ("method", "peer"), [("dpo", "by hand"), pytest.param("grpo", "by hand, generate", marks=pytest.mark.slow)]
@@ -231,8 +270,6 @@ def test_decoding_on_ranks_is_measured_without_a_gpu(tmp_path: Path) -> None:
 
 
 def test_a_note_quotes_the_generated_code_that_an_error_is_about(tmp_path: Path) -> None:
-    from benchmarks.decode import reason_of
-
     made = tmp_path / "made.py"
     made.write_text("x = 1\ny = (\nz = 3\n")
     error = RuntimeError(f"Failed to import {made}\nSyntaxError: '(' was never closed (made.py, line 2)")

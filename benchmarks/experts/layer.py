@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.common import Contestant, add_output, add_rounds, check_out, measure, median, parse_with_tiny
+from benchmarks.common import Contestant, add_output, add_rounds, check_out, median, parse_with_tiny
 from benchmarks.experts.run import add_wheels
 from benchmarks.kernel_times import kernels_of, lines_of
+from benchmarks.measuring import measure
 from benchmarks.reports import met, ratio, read_bars, table
 
 TINY = dict(
