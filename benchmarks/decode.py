@@ -232,10 +232,9 @@ def profile(contestants: Sequence[Contestant], options: argparse.Namespace, say:
         if each.step is None:
             continue
         clock, first = PhaseClock(say), kernels_of(each.parts["prefill"]) if "prefill" in each.parts else []
+        step: Any = each.step
         new = min(options.new, PROFILED) if first else options.new
-        found = kernels_after(
-            kernels_of(partial(each.step, new) if first else each.step), first, max(new - bool(first), 1)
-        )
+        found = kernels_after(kernels_of(partial(step, new) if first else step), first, max(new - bool(first), 1))
         times = [f"{sum(ms for *_, ms in kernels):.4f} ms" for kernels in (found, first)]
         say(f"{each.name}: {times[0]} and {sum(calls for _, calls, _ in found):.0f} kernels a token")
         say("\n".join(lines_of(found, 40)))

@@ -77,6 +77,31 @@ class Batch:
     last: Tensor
 
 
+def listed_rows(step: Step, parts: RowParts, each: int, size: int, spare: int) -> tuple[Tensor, list[int]]:
+    """Return ids, positions, pages and offsets of all rows, int64 ``4 t`` on the host, and the first row of every span.
+
+    Args:
+        step: what it computes.
+        parts: how ranks share rows.
+        each: rows of a part.
+        size: tokens of a page.
+        spare: the page for rows that fill up.
+    """
+    listed = torch.zeros(4, each * parts.parts, dtype=torch.int64)
+    listed[2] = spare
+    places = parts.places(step.spans, each)
+    if step.decode:
+        at = [(s.request.slice(s.start, s.stop)[0], s.start, s.request.pages[s.start // size]) for s in step.decode]
+        listed[:3, places[: len(at)]] = torch.tensor(at).T
+    for span, row in zip(step.prefill, places[len(step.decode) :], strict=True):
+        here, positions = slice(row, row + span.count), torch.arange(span.start, span.stop)
+        listed[0, here] = torch.tensor(span.request.slice(span.start, span.stop))
+        listed[1, here] = positions
+        listed[2, here] = torch.tensor(span.request.pages)[positions // size]
+    listed[3] = listed[1] % size
+    return listed, places
+
+
 def lay_out(step: Step, parts: RowParts, size: int, spare: int, device: torch.device) -> Batch:
     """Return the batch of a step.
 
@@ -87,24 +112,11 @@ def lay_out(step: Step, parts: RowParts, size: int, spare: int, device: torch.de
         spare: the page for rows that fill up.
         device: of the tensors.
     """
-    spans = step.spans
-    each = parts.each(parts.longest(spans, tokens=True))
-    filled = each * parts.parts
-    listed = torch.zeros(4, filled, dtype=torch.int64)  # ids, positions, pages, offsets
-    listed[2] = spare
-    places = parts.places(spans, each)
-    last = [row + span.count - 1 for span, row in zip(spans, places, strict=True) if span.samples]
-    if step.decode:
-        at = [(s.request.slice(s.start, s.stop)[0], s.start, s.request.pages[s.start // size]) for s in step.decode]
-        listed[:3, places[: len(at)]] = torch.tensor(at).T
-    for span, row in zip(step.prefill, places[len(step.decode) :], strict=True):
-        here, positions = slice(row, row + span.count), torch.arange(span.start, span.stop)
-        listed[0, here] = torch.tensor(span.request.slice(span.start, span.stop))
-        listed[1, here] = positions
-        listed[2, here] = torch.tensor(span.request.pages)[positions // size]
-    listed[3] = listed[1] % size
+    each = parts.each(parts.longest(step.spans, tokens=True))
+    listed, places = listed_rows(step, parts, each, size, spare)
+    last = [row + span.count - 1 for span, row in zip(step.spans, places, strict=True) if span.samples]
     numbers = listed.to(device)
-    mine = parts.mine(filled)
+    mine = parts.mine(each * parts.parts)
     singles = [span for span in step.decode if span.request.part == parts.part]
     width = max((len(span.request.pages) for span in singles), default=1)
     pages = [span.request.pages + [spare] * (width - len(span.request.pages)) for span in singles]

@@ -63,6 +63,7 @@ class Rows:
         positions: int64 ``t``.
         tables: int64 ``b w``: the pages of the first b rows, each of another sequence.
         chunks: the other rows.
+        together: the first rows may be of one sequence: keys and values of all are written before any are read.
     """
 
     page: Tensor
@@ -70,6 +71,7 @@ class Rows:
     positions: Tensor
     tables: Tensor
     chunks: Sequence[Chunk] = ()
+    together: bool = False
 
 
 class Pool:
@@ -139,6 +141,8 @@ class Pool:
         out = []
         if singles:
             first = slice(0, singles)
+            if rows.together:  # each row writes its own once more: the same bits
+                pages.keep(rows.page[first], rows.offset[first], k[first], v[first])
             given = (rows.page[first], rows.offset[first], rows.positions[first], rows.tables)
             kept = (pages.kept, pages.scale)
             out.append(attend_and_keep(q[first], k[first], v[first], *kept, *given, scale, window or 0, self._fuses(q)))

@@ -26,6 +26,7 @@ from meshfold.inference.routing import head_of, routed, unrouted_reason
 from meshfold.inference.row_kernels import RowKernels
 from meshfold.inference.sampling import Sampling, sample, sampling_rows
 from meshfold.inference.schedule import Request, Span, Step
+from meshfold.inference.short_steps import ShortSteps, short_rows
 from meshfold.inference.split_words import SplitWords, split_words
 from meshfold.mesh import SpecError
 from meshfold.mesh.collectives import all_gather_object
@@ -71,6 +72,7 @@ class PagedForward:
         row_kernels: for a single running sequence on a GPU; None if they are not used.
         sums: over ranks, fused with the norms after them, for few running sequences on GPUs; None if they are not used.
         words: those of this rank, where ranks split them; None if each has the logits of all.
+        short: steps with few tokens run as :mod:`meshfold.inference.short_steps` says; on a GPU, but not in a pipeline.
         without: why ``row_kernels`` or ``sums`` are not used, by that name, on a GPU.
     """
 
@@ -107,6 +109,9 @@ class PagedForward:
         self._width, self._most = min(-(-longest // size), pages), most
         self._batches: dict[int, DecodeBatch] = {}
         self._words = 0
+        self.short = device.type == "cuda" and not self._calls.staged
+        self._shorts: dict[tuple[int, int], ShortSteps] = {}
+        self._graph_memory: Any = None
         self._paged: dict[nn.Module, PagedLayer] = {}
         shapes = self._shapes()
         self.pool = Pool(shapes, pages, size, device, cache)
@@ -204,10 +209,30 @@ class PagedForward:
 
     def run(self, step: Step) -> Sampled:
         """Run a step."""
+        samplers = [span for span in step.spans if span.samples]
+        shape = short_rows(step.spans, self._parts.longest(step.spans, tokens=True)) if self.short else None
+        if shape is not None:
+            return draw(self._short_logits(step, *shape)[: len(samplers)], samplers)
         with self.entered():
             batch = lay_out(step, self._parts, self.pool.size, self.pool.spare, self.device)
             logits = self.logits(batch.ids, batch.positions, batch.rows, batch.last)
-        return draw(logits, [span for span in step.spans if span.samples])
+        return draw(logits, samplers)
+
+    def _short_logits(self, step: Step, rows: int, samples: int) -> Tensor:
+        """Return logits of a short step, first those of the spans that sample."""
+        batch = self._shorts.get((rows, samples))
+        each = self._parts.each(rows)
+        if batch is None:
+            if self.device.type == "cuda" and self._graph_memory is None:
+                self._graph_memory = torch.cuda.graph_pool_handle()
+            where = (self._width, self.pool.size, self.pool.spare, self.device)
+            batch = ShortSteps(each, samples, *where, parts=self._parts, pool=self._graph_memory)
+            self._shorts[rows, samples] = batch
+        batch.load(step)
+        if batch.captured:
+            return batch.run(None)
+        with self.entered(rows=each * self._parts.parts):
+            return batch.run(self.logits)
 
     def _take_kernels(self, compiled: bool) -> None:
         """Take the kernels for few rows on a GPU; note why if there are none."""
