@@ -1,10 +1,10 @@
 """Gradients over the data axes: summed in buckets while backward still runs.
 
-A parameter's gradient is moved into its place in a flat bucket as soon as autograd has accumulated it. In the last
-backward of an accumulation a bucket whose parameters have all arrived is all-reduced at once, over the axes that
-its parameters' metadata names, overlapping with the rest of backward (as in Li et al., "PyTorch Distributed:
-Experiences on Accelerating Data Parallel Training", arXiv 2006.15704, section 3.2). If it was not the last after all,
-the sum waits, and the sum of later gradients is added.
+A gradient waits from when autograd has accumulated it until its bucket has all of them. One call then moves them into a flat
+buffer, so that the host spends little on each parameter. In the last backward of an accumulation such a bucket is all-reduced
+at once, over the axes that its parameters' metadata names, overlapping with the rest of backward (as in Li et al., "PyTorch
+Distributed: Experiences on Accelerating Data Parallel Training", arXiv 2006.15704, section 3.2). If it was not the last after
+all, the sum waits, and the sum of later gradients is added.
 
 Buckets are filled in reverse order of the parameters and launched in that order on every rank, whatever order
 gradients come in. A parameter without a gradient adds zeros, so that ranks which used different parameters make the same
@@ -57,11 +57,15 @@ class Bucket:
         self.parameters, self.targets, self.group = list(parameters), list(targets), group
         self._starts: list[int] = []
         self._total = 0
+        self._shapes = [tuple(target.shape) for target in targets]
+        self._strides = [target.contiguous().stride() for target in targets]
         for target in targets:
             self._starts.append(self._total)
             self._total += -(-target.numel() // _ALIGN) * _ALIGN
         # All gradients, followed by a use count for each; None while empty or in flight.
         self._flat: Tensor | None = None
+        self._parts: list[Tensor] = []  # of that buffer, also in flight; empty until they are needed
+        self._waiting: dict[int, Tensor] = {}  # gradients of this backward that are not in the buffer yet, by index
         self._filled: set[int] = set()  # indices of parameters whose gradient is in the buffer
         self._arrived: set[int] = set()  # indices whose gradient of this backward has arrived
         self._used: set[int] = set()  # indices with a gradient on this rank since the reset
@@ -73,7 +77,8 @@ class Bucket:
         """Bytes of its gradients, from the first that arrives until its targets release them."""
         there = self._flat is not None or self._pending is not None or any(t.grad is not None for t in self.targets)
         each = self._total * self.targets[0].element_size()
-        return each * there + each * (self._summed is not None)
+        waiting = sum(gradient.nbytes for gradient in self._waiting.values())
+        return each * there + each * (self._summed is not None) + waiting
 
     @property
     def is_full(self) -> bool:
@@ -84,7 +89,7 @@ class Bucket:
         """Prepare for a backward. If the one before seemed to be the last, its sum is kept."""
         self._arrived = set()
         if self._pending is not None:
-            summed, self._pending = self._pending.wait(), None
+            summed, self._pending, self._parts = self._pending.wait(), None, []
             self._summed = summed if self._summed is None else self._summed.add_(summed)
 
     def add(self, place: int, gradient: Tensor, *, whole: bool = True) -> None:
@@ -98,17 +103,31 @@ class Bucket:
                 f"a parameter of shape {tuple(gradient.shape)} got a second gradient in one backward, after the first "
                 "was sent: use torch.utils.checkpoint.checkpoint with use_reentrant=False"
             )
-        if self._flat is None:
-            self._flat = self._empty()
-        target = self._part(self._flat, place).view_as(gradient)
-        if place in self._filled:
-            target.add_(gradient)
-        else:
-            target.copy_(gradient)
-            self._filled.add(place)
-        self._used.add(place)
+        if place in self._waiting:
+            self.write()
+        self._waiting[place] = gradient
         if whole:
             self._arrived.add(place)
+        if not whole or self.is_full:
+            self.write()
+
+    def write(self) -> None:
+        """Write the gradients that wait into the buffer, or add them to those of earlier micro-steps."""
+        if not self._waiting:
+            return
+        flat = self._make_flat() if self._flat is None else self._flat
+        if not self._parts:
+            self._parts = self._parts_of(flat)
+        found, filled = self._waiting.items(), self._filled
+        new = [(self._parts[place], gradient) for place, gradient in found if place not in filled]
+        more = [(self._parts[place], gradient) for place, gradient in found if place in filled]
+        if new:
+            torch._foreach_copy_([part for part, _ in new], [gradient for _, gradient in new])
+        if more:
+            torch._foreach_add_([part for part, _ in more], [gradient for _, gradient in more])
+        filled.update(self._waiting)
+        self._used.update(self._waiting)
+        self._waiting = {}
 
     def complete(self, place: int) -> None:
         """Record that a parameter's gradient is complete in this backward."""
@@ -117,6 +136,7 @@ class Bucket:
     @contextmanager
     def set_aside(self) -> Iterator[None]:
         """Context manager: the bucket is empty inside, and afterwards as before; not while it is being reduced."""
+        self.write()
         before = self._flat, self._filled, self._arrived, self._used, self._summed
         self.reset()
         try:
@@ -127,6 +147,7 @@ class Bucket:
 
     def take(self) -> BucketGradients | None:
         """Hand over the gradients that have arrived; None if none have."""
+        self.write()
         flat, filled = self._flat, frozenset(self._filled)
         self.reset()
         return None if flat is None else BucketGradients(flat=flat, filled=filled)
@@ -140,28 +161,35 @@ class Bucket:
         """
         if gradients is None:
             return
+        self.write()
         flat, filled = gradients.flat, set(gradients.filled)
         if self._flat is None:
-            self._flat = flat.clone() if keep else flat
+            self._flat, self._parts = flat.clone() if keep else flat, []
         elif filled == self._filled:
             self._flat[: self._total].add_(flat[: self._total])
         else:
-            for place in filled:
-                mine, theirs = self._part(self._flat, place), self._part(flat, place)
-                mine.add_(theirs) if place in self._filled else mine.copy_(theirs)
+            for place, mine, theirs in zip(
+                range(len(self.targets)), self._parts_of(self._flat), self._parts_of(flat), strict=True
+            ):
+                if place in filled:
+                    mine.add_(theirs) if place in self._filled else mine.copy_(theirs)
         self._filled |= filled
         self._arrived |= filled
         self._used |= filled
 
     def launch(self) -> None:
         """Start the sum over the group."""
-        flat = self._empty() if self._flat is None else self._flat
+        self.write()
+        flat = self._make_flat() if self._flat is None else self._flat
         missing = [place for place in range(len(self.targets)) if place not in self._filled]
-        for place in missing:
-            self._part(flat, place).zero_()
-        uses = flat[self._total :].fill_(1)
         if missing:
-            uses[missing] = 0
+            parts = self._parts or self._parts_of(flat)
+            torch._foreach_zero_([parts[place] for place in missing])
+        if self.group.size > 1:
+            self._parts = []  # the sum may be another tensor, and the parts would keep this one
+            uses = flat[self._total :].fill_(1)
+            if missing:
+                uses[missing] = 0
         self._filled = set()
         with weight_gradients():
             self._flat, self._pending = None, all_reduce(flat, self.group, async_op=True)
@@ -176,24 +204,32 @@ class Bucket:
         if factor != 1.0:
             flat[: self._total].mul_(factor)
         anyone = self._used
-        if len(anyone) < len(self.targets):  # if this rank missed some, read which ones others had (synchronises)
+        if len(anyone) < len(self.targets) and self.group.size > 1:
+            # This rank missed some: read which ones others had, which synchronises.
             anyone = set(flat[self._total :].nonzero().flatten().tolist())
-        for place, target in enumerate(self.targets):
-            target.grad = self._part(flat, place).view(target.shape) if place in anyone else None
+        parts = self._parts or self._parts_of(flat)
+        for place, (target, part) in enumerate(zip(self.targets, parts, strict=True)):
+            target.grad = part if place in anyone else None
         self.reset()
 
     def reset(self) -> None:
         """Reset to empty."""
         self._flat = self._pending = self._summed = None
+        self._parts, self._waiting = [], {}
         self._filled, self._arrived, self._used = set(), set(), set()
 
-    def _empty(self) -> Tensor:
+    def _make_flat(self) -> Tensor:
         like = self.targets[0]
-        return torch.empty(self._total + len(self.targets), dtype=like.dtype, device=like.device)
+        self._parts = []
+        self._flat = torch.empty(self._total + len(self.targets), dtype=like.dtype, device=like.device)
+        return self._flat
 
-    def _part(self, flat: Tensor, place: int) -> Tensor:
-        start = self._starts[place]
-        return flat[start : start + self.targets[place].numel()]
+    def _parts_of(self, flat: Tensor) -> list[Tensor]:
+        """Return the gradients in a buffer, each in the shape of its parameter."""
+        return [
+            flat.as_strided(shape, strides, start)
+            for shape, strides, start in zip(self._shapes, self._strides, self._starts, strict=True)
+        ]
 
 
 class GradientReducer:
@@ -250,6 +286,8 @@ class GradientReducer:
             yield
         finally:
             self._listening = False
+        for bucket in self.buckets:
+            bucket.write()
         self._owed = not last
         if last:
             self._launch_rest()
@@ -307,15 +345,16 @@ class GradientReducer:
         reducer = ref(self)  # a weak reference: a reducer dropped without close() must not take gradients
 
         def arrive(parameter: Tensor) -> None:
-            me = reducer()
-            if isinstance(parameter.grad, GradientProxy):
-                return  # another owner's backward, while our proxy is in .grad
-            if me is not None and parameter.grad is not None:
-                if me._listening:
-                    bucket.add(place, parameter.grad, whole=not me._several)
-                parameter.grad = None
-                if me._last and me._listening:
-                    me._launch_ready()
+            me, gradient = reducer(), parameter.grad
+            # A proxy: another owner's backward, while ours is in .grad.
+            if me is None or gradient is None or isinstance(gradient, GradientProxy):
+                return
+            if me._listening:
+                bucket.add(place, gradient, whole=not me._several)
+            del gradient
+            parameter.grad = None
+            if me._last and me._listening:
+                me._launch_ready()
 
         return arrive
 

@@ -17,9 +17,10 @@ from meshfold.mesh.collectives import operations
 from meshfold.mesh.errors import SpecError
 from meshfold.mesh.group import Group
 from meshfold.mesh.mesh import Mesh
-from meshfold.mesh.parameters.parameter_meta import ParameterMeta, metadata_on
+from meshfold.mesh.parameters.parameter_meta import ParameterMeta, metadata, metadata_on
 
 
+@torch.no_grad()
 def gradient_norm(
     parameters: Iterable[Tensor],
     mesh: Mesh,
@@ -44,10 +45,22 @@ def gradient_norm(
     if isinstance(norm_type, bool) or not isinstance(norm_type, int | float) or not norm_type > 0:
         raise SpecError(f"norm_type={norm_type!r}: give a number above 0, such as 1 or 2, or math.inf")
     found: dict[tuple[int, torch.dtype], list[Tensor]] = {}
+    known: dict[object, int] = {}  # ranks that hold the same numbers, by placement: parameters are split in a few ways
     for parameter in parameters:
-        if parameter.grad is None:
+        grad = parameter.grad
+        if grad is None:
             continue
-        for piece, holders in gradient_shards(parameter.grad.detach(), metadata_on(parameter, mesh), mesh):
+        meta = metadata(parameter)
+        if meta is None or not (meta.placement.parts or meta.only_at):
+            placed = None if meta is None else (meta.mesh, meta.placement.axes)
+            holders = known.get(placed)
+            if holders is None:
+                [(_, holders)] = gradient_shards(grad, metadata_on(parameter, mesh), mesh)
+                known[placed] = holders
+            shards: Iterable[tuple[Tensor, int]] = ((grad, holders),)
+        else:
+            shards = gradient_shards(grad, meta, mesh)
+        for piece, holders in shards:
             if piece.numel():
                 found.setdefault((holders, piece.dtype), []).append(piece)
     if device is None:
@@ -126,8 +139,8 @@ def _alike_gradients(parameters: Iterable[Tensor]) -> Iterable[list[Tensor]]:
     """Return the gradients in lists of one dtype and device each."""
     found: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for parameter in parameters:
-        if parameter.grad is not None:
-            found.setdefault((parameter.grad.dtype, parameter.grad.device), []).append(parameter.grad)
+        if (grad := parameter.grad) is not None:
+            found.setdefault((grad.dtype, grad.device), []).append(grad)
     return found.values()
 
 
