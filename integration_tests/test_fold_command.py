@@ -148,7 +148,7 @@ def test_what_cannot_be_folded_is_said(folder: Path, tmp_path: Path, capsys: pyt
         ),
         ([*model, "--sequence", "A", "--output", str(empty)], "empty.fasta': it is a file; give a folder"),
         (["--model", str(tmp_path / "none"), "--sequence", "A"], "there is no such folder; give a local folder"),
-        (["--model", str(bare), "--sequence", "A"], "it has no weights: a structure of fresh ones says nothing"),
+        (["--model", str(bare), "--sequence", "A"], "it has no weights, and random ones predict nothing"),
         (
             ["--model", str(other), "--sequence", "A"],
             "it has LlamaForCausalLM, which does not fold: give a folder of EsmForProteinFolding or EsmFold2Model",

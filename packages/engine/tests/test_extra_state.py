@@ -142,7 +142,7 @@ def test_a_checkpoint_from_before_it_was_kept_is_read(tmp_path: Path) -> None:
     edit_state(tmp_path / "ckpt", without)
     other = engine_of(second := model_of("plain", "tensor"))
     other.train_step(rows())
-    with pytest.warns(UserWarning, match=r"it has no '0._extra_state', '1._extra_state': that of the model stays"):
+    with pytest.warns(UserWarning, match=r"it has no '0._extra_state', '1._extra_state'; the model keeps its own"):
         other.load(tmp_path / "ckpt")
     assert seen(second) == [1, 1]
     state = {name: value for name, value in other.full_state_dict().items() if name != "0._extra_state"}

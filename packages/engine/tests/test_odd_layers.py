@@ -280,6 +280,6 @@ def test_what_is_of_a_ranks_own_rows_is_said_once() -> None:
         assert batch_norm == balance == []
         return
     assert len(batch_norm) == len(balance) == 1
-    assert batch_norm[0].startswith("norm: a batch norm takes mean and variance of the rows of its own data rank")
+    assert batch_norm[0].startswith("norm: a batch norm computes mean and variance from the rows of its own data rank")
     assert balance[0].startswith("aux_loss_coef=0.01: a mixture of experts' own balance loss")
     assert not [n for n in notes(Balanced, dict(tensor=2)) if "balance" in n]

@@ -183,7 +183,7 @@ def test_a_rank_that_looks_alone_is_told_what_to_write() -> None:
         close_pools()
     text, seconds = found[0]
     assert text.startswith("output.logits cannot be read at test_read_logits.py:") and seconds < 80.0
-    assert "Read on all ranks, and use what was read on one" in text
+    assert "Read it on all ranks and use the result on one" in text
     assert "rank 0 failed" in found[1][0] and "output.logits cannot be read" in found[1][0]
 
 

@@ -80,9 +80,9 @@ def test_code_of_a_folder_is_not_run_and_nobody_is_asked(tmp_path: Path, monkeyp
     from meshfold.data.tokenizers import HuggingFaceTokenizer
     from meshfold.huggingface import open_model
 
-    with pytest.raises(SpecError, match=r"asks for code of the folder's own \(auto_map\), which is never run"):
+    with pytest.raises(SpecError, match=r"asks for its own code \(auto_map\), which Meshfold never runs"):
         pretrained(folder)
-    with pytest.raises(SpecError, match="which is never run"):
+    with pytest.raises(SpecError, match="which Meshfold never runs"):
         open_model(folder)
     (folder / "tokenizer_config.json").write_text('{"auto_map": {"AutoTokenizer": ["evil.Evil", null]}}')
     with pytest.raises(SpecError):

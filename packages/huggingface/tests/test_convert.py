@@ -256,7 +256,7 @@ def test_an_old_checkpoint_is_told_what_it_is_of(tmp_path: Path, capsys: pytest.
     edit_state(tmp_path / "checkpoint", lambda state: state.pop("model"))
     words = ["convert", str(tmp_path / "checkpoint"), str(tmp_path / "new")]
     assert main(words) == 1
-    assert "does not say which GPT or Llama it is of" in capsys.readouterr().err
+    assert "does not say which GPT or Llama it belongs to" in capsys.readouterr().err
     assert main([*words, "--model", "gpt-tiny", "--set", "layers=1", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["tensors"] == 16
     engine.save_hugging_face(tmp_path / "exported")

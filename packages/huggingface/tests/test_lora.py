@@ -185,7 +185,9 @@ def test_what_is_no_adapter_is_said(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match=r"peft's LoraConfig\(\.\.\.\), or the folder"):
         pretrained(base, adapter=4)
     other = str(folder_of("llama", tmp_path / "deeper", num_hidden_layers=3))
-    with pytest.raises(SpecError, match=r"is of another model: 'base_model.*layers\.2.*' is in only one of the two"):
+    with pytest.raises(
+        SpecError, match=r"belongs to another model: 'base_model.*layers\.2.*' is in only one of the two"
+    ):
         Engine(pretrained(other, adapter=adapter))
     with Engine(pretrained(base)) as engine, pytest.raises(CheckpointError, match="has no adapter"):
         save_adapter(engine, tmp_path / "out")

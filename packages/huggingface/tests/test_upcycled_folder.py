@@ -102,7 +102,7 @@ def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (dense / "config.json").write_text(json.dumps(config | changes))
         refused(["--experts", "4"], said)
     assert not (tmp_path / "out").exists()
-    with pytest.raises(CheckpointError, match="convert that to a checkpoint then"):
+    with pytest.raises(CheckpointError, match="then convert that folder to a checkpoint"):
         convert_folder(dense, tmp_path / "out", to="checkpoint", experts=4)
     (dense / "config.json").write_text(json.dumps(config))
     with pytest.raises(SpecError, match="at least 2 experts"):

@@ -29,7 +29,7 @@ def test_axes_and_text(entry: object, axes: dict[str, int]) -> None:
 
 MISTAKES: list[tuple[dict[str, object], str]] = [
     (dict(axial="dap"), "axial is a string, not a dict. Write axial=2 or axial=dict"),
-    (dict(axial=0), "axial=0 is zero, and the least is 1"),
+    (dict(axial=0), "axial=0 is zero; the minimum is 1"),
     (dict(axial=dict(mode="dap")), "size is missing. Write size=2"),
     (dict(axial=dict(mode="gird", size=4)), "there is no mode 'gird'. Did you mean 'grid'"),
     (dict(axial=dict(mode="dap", size=4, rows=2)), "mode 'dap' takes no rows"),
@@ -39,7 +39,7 @@ MISTAKES: list[tuple[dict[str, object], str]] = [
     (dict(axial=dict(size=2, memory="60 gigs")), "Write memory='60GiB', say; units are"),
     (
         dict(axial=dict(size=2, memory=1.5)),
-        "memory=1.5 is a float, neither whole bytes nor a string. Write memory='60GiB'",
+        "memory=1.5 is a float, neither a whole number of bytes nor a string. Write memory='60GiB'",
     ),
     (dict(axial=2, tensor=2), "works with data, pipeline and zero; there is tensor=2 too. Leave tensor out"),
 ]

@@ -81,7 +81,7 @@ MALFORMED: list[tuple[Any, list[str]]] = [
     ({None: 2, "data": 2}, ["the key None is None, not a name"]),
     # data
     ({"data": True}, ["data=True is a bool, not an int", "Write data=2"]),
-    ({"data": 0}, ["data=0 is zero", "the least is 1"]),
+    ({"data": 0}, ["data=0 is zero", "the minimum is 1"]),
     ({"data": -2}, ["data=-2 is negative"]),
     ({"data": 3.0}, ["data=3.0 is a float, not an int", "Write data=3"]),
     ({"data": 2.5}, ["data=2.5 is a float", "Write data=2."]),
@@ -254,7 +254,7 @@ MALFORMED: list[tuple[Any, list[str]]] = [
     # expert
     ({"expert": None}, ["expert is None, not a dict", "Write expert=2 or expert=dict(size=2)"]),
     ({"expert": True}, ["expert=True is a bool, not an int"]),
-    ({"expert": 0}, ["expert=0 is zero", "the least is 1"]),
+    ({"expert": 0}, ["expert=0 is zero", "the minimum is 1"]),
     ({"expert": "4"}, ["expert='4'", "a string, not a dict"]),
     ({"expert": {}}, ["expert=dict()", "size is missing", "Write size=2"]),
     ({"expert": {"size": 2.0}}, ["size=2.0 is a float, not an int", "Write size=2"]),
@@ -304,7 +304,7 @@ MALFORMED: list[tuple[Any, list[str]]] = [
     (zero(reshard_after_forward=False), ["placement 'auto' decides itself", "write placement='cuda'"]),
     (zero(gpu_memory_limit=0), ["gpu_memory_limit=0 is zero"]),
     (zero(gpu_memory_limit=-1), ["gpu_memory_limit=-1 is negative"]),
-    (zero(gpu_memory_limit=24e9), ["a float, neither whole bytes nor a string"]),
+    (zero(gpu_memory_limit=24e9), ["a float, neither a whole number of bytes nor a string"]),
     (zero(host_memory_limit=True), ["host_memory_limit=True is a bool"]),
     (zero(host_memory_limit="24"), ["has no unit", "host_memory_limit='24GiB'"]),
     (zero(host_memory_limit="24GiBs"), ["no unit 'GiBs'", "Did you mean 'GiB'?"]),

@@ -147,7 +147,7 @@ def _not_installed(name: str) -> str:
         ([*TRAIN, "--parallel", "bad.py"], "running it raised ZeroDivisionError"),
         ([*TRAIN, "--parallel", "none.py"], "the file must define parallel = dict(...)"),
         ([*TRAIN, "--parallel", "pipelin=2"], "Did you mean 'pipeline'?"),
-        ([*TRAIN, "--parallel", "data=0"], "data=0 is zero, and the least is 1"),
+        ([*TRAIN, "--parallel", "data=0"], "data=0 is zero; the minimum is 1"),
         (
             [*TRAIN, "--parallel", "tensor.mode=2d", "tensor.size=6"],
             "tensor=dict(mode='2d', size=6)",
@@ -438,7 +438,7 @@ def test_train_here_and_on_ranks_and_resume_under_another_spec(
     assert rows[-1]["loss"] == losses(split)[-1]
 
     assert main([*words, "--set", "hidden=32", "--out", str(split), "--resume"]) == 2
-    assert "split/checkpoint is of another model: " in capfd.readouterr().err.splitlines()[-1]
+    assert "split/checkpoint belongs to another model: " in capfd.readouterr().err.splitlines()[-1]
     assert main([*words, "--out", str(split), "--resume"]) == 0
     assert "nothing to do: the checkpoint is at step 6" in capfd.readouterr().out
 

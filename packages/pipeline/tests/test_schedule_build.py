@@ -87,7 +87,7 @@ def test_functions_that_return_what_cannot_run() -> None:
     def late(*, ranks: int, microbatches: int) -> list[str]:
         return ["0BW0 0F0"]
 
-    with pytest.raises(ScheduleError, match="schedule 'late': rank 0 lists 0BW0 at place 0, before 0F0"):
+    with pytest.raises(ScheduleError, match="schedule 'late': rank 0 lists 0BW0 at position 0, before 0F0"):
         schedule(late, ranks=1, microbatches=1)
     with pytest.raises(ScheduleError, match="schedule 'late' was asked for 2 ranks and returned 1"):
         schedule(late, ranks=2, microbatches=1)
@@ -95,5 +95,5 @@ def test_functions_that_return_what_cannot_run() -> None:
         schedule(lambda ranks, microbatches: ["0F0 0BW0"], ranks=1, microbatches=2)
     with pytest.raises(ScheduleError, match=r"is called with ranks=2, microbatches=1, chunks=2, .*unexpected keyword"):
         schedule(by_twos, ranks=2, microbatches=1, chunks=2)
-    with pytest.raises(ScheduleError, match="rank 0 holds activations of 2, and the bound is 1"):
+    with pytest.raises(ScheduleError, match="rank 0 holds 2 activations, but the bound is 1"):
         schedule(by_twos, ranks=2, microbatches=2, memory=1)

@@ -118,7 +118,7 @@ def test_the_cut_is_chosen_too() -> None:
     assert schedule("auto", ranks=4, microbatches=8).name == "auto"
     assert schedule("auto", ranks=4, microbatches=8, chunks=2).stages == 8
     assert schedule("auto", ranks=4, microbatches=8, costs=Costs(forward=[1] * 12)).chunks == 3
-    with pytest.raises(ScheduleError, match="costs are given for 6 stages, which 4 ranks cannot hold alike"):
+    with pytest.raises(ScheduleError, match="costs are given for 6 stages, which 4 ranks cannot hold in equal numbers"):
         schedule("auto", ranks=4, microbatches=8, costs=Costs(forward=[1] * 6))
     with pytest.raises(ScheduleError, match=r"costs are given for \[1, 2\] chunks a rank, and chunks=4"):
         search(ranks=4, microbatches=8, costs={1: Costs(), 2: Costs()}, chunks=4)

@@ -52,7 +52,7 @@ def test_a_doubled_action_is_named(seed: int) -> None:
     own.insert(again, own[place])
     first, second = [i for i, action in enumerate(own) if action == made.ranks[rank][place]]
     said = refusal(with_list(made, rank, own))
-    assert f"rank {rank} lists {made.ranks[rank][place]} twice, at places {first} and {second}" in said
+    assert f"rank {rank} lists {made.ranks[rank][place]} twice, at positions {first} and {second}" in said
     assert "Take one of them out" in said
 
 
@@ -88,7 +88,7 @@ def test_an_action_on_a_strange_rank_is_named(seed: int) -> None:
     strange = with_list(with_list(made, rank, own), there, [*made.ranks[there], moved])
     said = refusal(strange)
     assert (
-        f"rank {there} lists {moved} at place {len(made.ranks[there])}, and stage {moved.stage} is on rank {rank}"
+        f"rank {there} lists {moved} at position {len(made.ranks[there])}, and stage {moved.stage} is on rank {rank}"
         in said
     )
     assert f"Move {moved} to rank {rank}" in said
@@ -105,21 +105,22 @@ def test_what_the_messages_say() -> None:
         ("0BW0", "schedule 'custom': 0F0 is missing on rank 0. Add it before 0BW0."),
         (
             "0F0 0B0 0BW0",
-            "schedule 'custom': rank 0 lists 0BW0 at place 2 and 0B0 at place 1: a gradient twice. Take 0B0 out, or write "
+            "schedule 'custom': rank 0 lists 0BW0 at position 2 and 0B0 at position 1: a gradient twice. Take 0B0 out, or write "
             "0B0 and 0W0 in place of 0BW0.",
         ),
         (
             "0F0 0W0 0B0",
-            "schedule 'custom': rank 0 lists 0W0 at place 1, before 0B0 at place 2. Move 0B0 before 0W0.",
+            "schedule 'custom': rank 0 lists 0W0 at position 1, before 0B0 at position 2. Move 0B0 before 0W0.",
         ),
         (
             "1F0 0F0 1BW0 0BW0",
-            "schedule 'custom': rank 0 lists 1F0 at place 0, before 0F0 at place 1, whose result it needs. Move 0F0 before 1F0.",
+            "schedule 'custom': rank 0 lists 1F0 at position 0, before 0F0 at position 1, whose result it needs. "
+            "Move 0F0 before 1F0.",
         ),
         (
             "0F0 0BW0 0F1 0BW1\n1F1 1BW1 1F0 1BW0",
-            "schedule 'custom': ranks wait for each other forever: rank 0 at place 1 has 0BW0, which needs 1BW0 of rank 1; "
-            "rank 1 at place 0 has 1F1, which needs 0F1 of rank 0. Move 1BW0 before 1F1 on rank 1, or 0F1 before "
+            "schedule 'custom': ranks wait for each other forever: rank 0 at position 1 has 0BW0, which needs 1BW0 of rank 1; "
+            "rank 1 at position 0 has 1F1, which needs 0F1 of rank 0. Move 1BW0 before 1F1 on rank 1, or 0F1 before "
             "0BW0 on rank 0.",
         ),
         (
@@ -130,8 +131,10 @@ def test_what_the_messages_say() -> None:
         assert refusal(Schedule.parse(text)) == said
     made = schedule("1f1b", ranks=2, microbatches=2)
     assert "stage 1 is on rank 7, and there are 2 ranks" in refusal(replace(made, stage_ranks=(0, 7)))
-    assert "rank 1 lists 1F0 at place 0, and there are stages 0 to 0" in refusal(replace(made, stage_ranks=(0,)))
-    assert "rank 0 lists 0F1 at place 1, and there are micro-batches 0 to 0" in refusal(replace(made, microbatches=1))
+    assert "rank 1 lists 1F0 at position 0, and there are stages 0 to 0" in refusal(replace(made, stage_ranks=(0,)))
+    assert "rank 0 lists 0F1 at position 1, and there are micro-batches 0 to 0" in refusal(
+        replace(made, microbatches=1)
+    )
     assert "0F2 is missing on rank 0. Add 0F2, 0B2 and 0W2" in refusal(replace(made, microbatches=3))
 
 
@@ -145,12 +148,12 @@ def test_the_memory_bound_is_the_peak(name: str, options: dict[str, int]) -> Non
     for rank in range(4):
         less = list(peaks)
         less[rank] *= 0.99
-        with pytest.raises(ScheduleError, match=rf"rank {rank} holds activations of .*Move it after gradients"):
+        with pytest.raises(ScheduleError, match=rf"rank {rank} holds [\d.]+ activations, .*Move it after gradients"):
             check(made, memory=less, costs=costs)
 
 
 def test_the_first_action_over_the_bound_is_named() -> None:
-    with pytest.raises(ScheduleError, match="with 0F3 at place 3 rank 0 holds activations of 4, and the bound is 3"):
+    with pytest.raises(ScheduleError, match="with 0F3 at position 3 rank 0 holds 4 activations, but the bound is 3"):
         schedule("gpipe", ranks=2, microbatches=8, memory=3)
     with pytest.raises(ScheduleError, match="memory has 3 bounds and there are 2 ranks"):
         schedule("gpipe", ranks=2, microbatches=8, memory=[1, 2, 3])

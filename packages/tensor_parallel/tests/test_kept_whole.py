@@ -172,7 +172,7 @@ class Twice(SequenceFirst):
 @ranks(2)
 def test_a_module_that_takes_rows_here_and_there_is_refused() -> None:
     found = verdict(lambda: Model(Twice()), ROWS, {"inner.inner": "replicate"})
-    assert "puts rows together in dim 0 or 1, in the same one in every call" in found, found
+    assert "joins rows along dim 0 or 1, the same in every call" in found, found
     assert verdict(lambda: Model(Twice()), COLUMNS, {"inner.inner": "replicate"}) == "exact"
 
 
@@ -206,7 +206,7 @@ def test_what_is_gathered_along_rows_has_them_in_front() -> None:
     for make in (Turned, Headless):
         model = lambda make=make: make(nn.Identity())  # noqa: E731
         found = verdict(model, ROWS, {})
-        assert "split over row: turn it, rows first" in found, found
+        assert "split over row: transpose it, rows first" in found, found
         if make is Turned:
             assert verdict(model, COLUMNS, {}) == "exact"
 

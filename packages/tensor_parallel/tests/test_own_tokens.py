@@ -104,5 +104,5 @@ def test_rows_that_were_filled_up_are_refused() -> None:
     model = seeded(Mixed)
     place(model.blocks[1].mlp[1], mesh)
     parallelize(model, mesh, "2d")
-    with pytest.raises(LayoutError, match=r"a batch of 3 rows was filled up to 4 .* give 4 rows"):
+    with pytest.raises(LayoutError, match=r"a batch of 3 rows was padded to 4 .* give 4 rows"):
         model(torch.zeros(3, 6, dtype=torch.int64))

@@ -472,8 +472,8 @@ def test_a_model_is_split_once() -> None:
         with pytest.raises(LayoutError) as raised:
             parallelize(model, FOUR, "1d", **settings)
         assert str(raised.value) == (
-            "the Sequential is split already, over Mesh(tensor 4): a model is parallelized once, so make it again to split "
-            "it another way"
+            "the Sequential is split already, over Mesh(tensor 4): a model is parallelized once, so build it again to split "
+            "it differently"
         )
     assert state_of(model) == before
 

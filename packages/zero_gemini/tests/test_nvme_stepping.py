@@ -524,7 +524,7 @@ def test_kill_in_the_middle_and_start_again(tmp_path: Path) -> None:
     assert len(files(tmp_path)) == 3
     with model(tmp_path) as made:
         assert files(tmp_path) == ["meshfold-optimizer-rank00003.blocks"]
-        words = rf"rank00003.blocks: removed, [\d,]+ bytes that process {process.pid} left, which was killed"
+        words = rf"rank00003.blocks: removed: [\d,]+ bytes left by process {process.pid}, which was killed"
         assert len(notes_of(made)) == 3 and all(re.search(words, note) for note in notes_of(made))
         made.step()
         made.forward()

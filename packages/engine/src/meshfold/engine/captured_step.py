@@ -53,7 +53,7 @@ def check_capture(world: World, *, drops: Sequence[str], recomputes: bool) -> No
     found = next((entry for entry in entries if getattr(world.spec, entry, None) is not None), None)
     if found is not None:
         raise SpecError(
-            f"cuda_graph=True under {found}, whose weights or collectives are not in one place for a graph: leave cuda_graph "
+            f"cuda_graph=True under {found}: a graph needs weights and collectives at fixed addresses: leave cuda_graph "
             "out, or write parallel=dict(data=...) alone"
         )
     if drops:

@@ -83,9 +83,9 @@ def dispatch_in_fp8(model: nn.Module) -> None:
 
 
 _IN_PIPELINES = (
-    "a balance loss or z-loss of experts under pipeline: sums of routers go from stage to stage where each block of the model has "
-    "one router at most, and there are none beside the blocks. Write the model so, leave the loss out (SigmoidRouter balances by a "
-    "bias), or use a spec without pipeline"
+    "a balance loss or z-loss of experts under pipeline: stages pass on the sums of routers only if each block of the model has at "
+    "most one router and no router is outside of the blocks. Write the model like that, leave the loss out (SigmoidRouter balances "
+    "by a bias), or use a spec without pipeline"
 )
 
 

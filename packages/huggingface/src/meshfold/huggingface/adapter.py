@@ -137,7 +137,7 @@ class Adapter:
         if wanted.keys() != files.keys():
             odd = sorted(wanted.keys() ^ files.keys())
             raise SpecError(
-                f"adapter {str(self.folder)!r} is of another model: {odd[0]!r} is in only one of the two, and "
+                f"adapter {str(self.folder)!r} belongs to another model: {odd[0]!r} is in only one of the two, and "
                 f"{len(odd) - 1} more"
             )
         for bare, name in wanted.items():

@@ -125,7 +125,7 @@ def convert_folder(
         raise CheckpointError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
     if experts is not None and to != "hf":
         raise CheckpointError(
-            "a mixture is written into a Hugging Face folder (to='hf'); convert that to a checkpoint then"
+            "a mixture is written into a Hugging Face folder (to='hf'); then convert that folder to a checkpoint"
         )
     kind = kind_of(came)
     if kind == "hf":
@@ -148,7 +148,7 @@ def convert_folder(
             described = config.checkpoint_description()
         if described is None and "blocks.0.attn.qkv.weight" in given:
             raise CheckpointError(
-                f"{came} does not say which GPT or Llama it is of: name its preset and what was changed (--model, --set)"
+                f"{came} does not say which GPT or Llama it belongs to: name its preset and what was changed (--model, --set)"
             )
     own = described is not None and described["kind"] != "hf"
     if to == "hf":

@@ -52,7 +52,8 @@ class Row:
         sizes = self.parts or (whole.shape[0],)
         if sum(sizes) != whole.shape[0]:
             raise CheckpointError(
-                f"{self.ours!r} has {whole.shape[0]} rows and the model's configuration says {sum(sizes)}: it is of another model"
+                f"{self.ours!r} has {whole.shape[0]} rows and the model's configuration says {sum(sizes)}: it belongs to "
+                "another model"
             )
         results = {}
         for name, size in zip(self.theirs, sizes, strict=True):
@@ -188,7 +189,7 @@ def leave(given: Mapping[str, Tensor], config: DecoderConfig) -> list[Step]:
     """Return the steps from a state of ours to one of Hugging Face's; a tied head is left out, as transformers does.
 
     Raises:
-        CheckpointError: where the state is of another model, or transformers has no such model.
+        CheckpointError: where the state belongs to another model, or transformers has no such model.
     """
     theirs_of(config)
     rows = [row for row in rows_of(config) if row.ours != _HEAD]

@@ -41,7 +41,7 @@ def read_config(folder: Path, what: str) -> Any:
         reason = _first_sentence(str(error)) or type(error).__name__
         if "trust_remote_code" in str(error):
             raise SpecError(
-                f"{what}: its config.json asks for code of the folder's own (auto_map), which is never run. Give the engine a "
+                f"{what}: its config.json asks for its own code (auto_map), which Meshfold never runs. Give the engine a "
                 "function that builds the model with your own copy of that code"
             ) from error
         raise SpecError(f"{what}: its config.json cannot be read: {reason}") from error

@@ -132,7 +132,7 @@ def open_folding(folder: str | os.PathLike[str], given: str = "") -> FoldingFold
         kind = named[0] if named else f"a model of type {told.get('model_type', 'unknown')!r}"
         raise SpecError(f"{given}: it has {kind}, which does not fold: give a folder of {' or '.join(PREDICTORS)}")
     if not has_weights(Path(folder)):
-        raise SpecError(f"{given}: it has no weights: a structure of fresh ones says nothing")
+        raise SpecError(f"{given}: it has no weights, and random ones predict nothing")
     return FoldingFolder(Path(folder), found)
 
 

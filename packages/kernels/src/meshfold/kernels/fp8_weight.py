@@ -107,7 +107,7 @@ class Fp8Weight:
                 self._fetch()
             if not self.readable:
                 raise Fp8WeightError(
-                    f"{self.name!r} is multiplied with while it is released: under zero stage 3 a weight is there only while its "
+                    f"{self.name!r} is used while it is released: under zero stage 3 a weight exists only while its "
                     "module, or the block around it, is called. Call the block, or use stage 2"
                 )
             return self.operands

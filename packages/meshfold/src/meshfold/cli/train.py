@@ -415,6 +415,6 @@ def check_checkpoint(settings: TrainSettings, shapes: dict[str, tuple[int, ...]]
         here, there = shapes.get(name, "nothing of that name"), kept.get(name, "nothing of that name")
         if here != there:
             raise Failure(
-                f"{path} is of another model: {name!r} is {there} there and {here} here; leave "
+                f"{path} belongs to another model: {name!r} is {there} there and {here} here; leave "
                 "--model, --set and --tokenizer out, which takes those of the run, or start a new run in another --out"
             )

@@ -316,8 +316,8 @@ def _check_block(block: nn.Module, form: _Form) -> None:
             )
         if form.text and _attends(module) and _processor(module) not in _PROCESSORS:
             raise LayoutError(
-                f"{type(block).__name__}.{name} attends by {_processor(module)}, of which it is not known where the text's tokens "
-                f"are beside the image's: use one of {', '.join(_PROCESSORS)}, or a spec without sequence"
+                f"{type(block).__name__}.{name} attends by {_processor(module)}, whose order of text and image tokens is "
+                f"unknown: use one of {', '.join(_PROCESSORS)}, or a spec without sequence"
             )
         if is_compiled(module):
             raise LayoutError(
@@ -326,8 +326,8 @@ def _check_block(block: nn.Module, form: _Form) -> None:
         p = getattr(module, "p", 0.0)
         if "Dropout" in type(module).__name__ and isinstance(p, float) and p > 0:
             raise LayoutError(
-                f"{type(block).__name__}.{name} drops with p={p}, and of split image tokens ranks would drop others than one "
-                "process: set the model's dropout to 0, or use a spec without sequence"
+                f"{type(block).__name__}.{name} drops with p={p}: with split image tokens, ranks would drop other elements than "
+                "one process: set the model's dropout to 0, or use a spec without sequence"
             )
         if isinstance(p := getattr(module, "attention_dropout", 0.0), float) and p > 0:
             raise LayoutError(

@@ -76,7 +76,7 @@ def joint_attention(
 
 
 def joint_steps(sharding: SequenceSharding, text: int, index: int) -> tuple[tuple[Tile, ...], ...]:
-    """Return the tiles of each step of the ring at place ``index``; the text's keys count once, in the first step."""
+    """Return the tiles of each step of the ring at position ``index``; the text's keys count once, in the first step."""
     counts = [_real(sharding, place) for place in range(sharding.ring)]
     rows, steps = text + counts[index], []
     for step in range(sharding.ring):

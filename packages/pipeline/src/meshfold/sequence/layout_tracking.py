@@ -79,8 +79,8 @@ class ShardedSequenceLayout:
         if not set(axes) & set(self._split.axes):
             return ""
         return (
-            "Of a model whose sequences are split over ranks only attention, by torch.nn.functional.scaled_dot_product_attention, "
-            "sees the tokens of other ranks: use a spec without sequence, such as dict(tensor=2) or dict(pipeline=2)"
+            "With split sequences, only attention by torch.nn.functional.scaled_dot_product_attention sees the tokens of other "
+            "ranks: use a spec without sequence, such as dict(tensor=2) or dict(pipeline=2)"
         )
 
 

@@ -223,7 +223,7 @@ Steps = tuple[tuple[Tile, ...], ...]
 
 
 def steps(sharding: SequenceSharding, mask: Mask, index: int) -> Steps:
-    """Return the tiles of each step of the ring at place ``index``.
+    """Return the tiles of each step of the ring at position ``index``.
 
     At step t a rank has the keys of place ``(index - t) mod ring``: keys and values travel to the next place. Steps end when no
     place has work left: in contiguous order a window shorter than a share takes two. A step whose tiles are masked away is an empty

@@ -294,7 +294,8 @@ class Gemini(ChunkedModel):
     def _keep_as_they_are(self, yes: bool, what: str) -> None:
         if not yes:
             raise ChunkError(
-                f"gradients were {what}, and they were stepped with as they came: say before the backward that it is not 'final'"
+                f"gradients were {what}, and each was stepped with as soon as it was complete: say before the "
+                "backward that it is not 'final'"
             )
 
     # -- between steps -----------------------------------------------------------------------------------------

@@ -71,7 +71,7 @@ def load_extra_state(
     except Exception as error:
         told = CheckpointError(
             f"{type(modules[name]).__name__}.set_extra_state does not take the state of {name!r} "
-            f"({type(error).__name__}: {error}): it is of another version of this module"
+            f"({type(error).__name__}: {error}): it comes from another version of this module"
         )
         told.__cause__ = error
         return before, told

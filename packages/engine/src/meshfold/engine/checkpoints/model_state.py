@@ -128,7 +128,7 @@ class ModelState:
             raise
         missing = [name for name in names if name not in given]
         if missing and self._world.mesh.rank == 0:
-            warnings.warn(f"{what}: it has no {_some(missing)}: that of the model stays", stacklevel=4)
+            warnings.warn(f"{what}: it has no {_some(missing)}; the model keeps its own", stacklevel=4)
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Load a whole state dict, of a compiled model or not; a tied tensor may have any of its names.

@@ -44,7 +44,7 @@ def check_mode(value: object) -> Mode | None:
     if value not in known:
         raise SpecError(
             f"nonfinite={value!r}:{did_you_mean(str(value), known)} Known: 'error' (raise), 'skip' (leave the step out), "
-            "'report' (say so, and step), None (do not look)"
+            "'report' (warn, and step), None (no check)"
         )
     return value  # type: ignore[return-value]
 
@@ -135,7 +135,7 @@ class NonFiniteGuard:
 
 
 _OWN_LOOP = (
-    "Where it arose is looked for in micro-steps of train_step; this one was a loop of one's own: "
+    "Only train_step finds where it arose, and this was a loop of your own: "
     "torch.autograd.detect_anomaly() finds the operation"
 )
 
@@ -186,7 +186,7 @@ class Finding:
             "input": f"It was in the batch: {self.values}",
             "forward": f"It arose in the forward of {self.module}: its inputs are finite, its output has {self.values}",
             "loss": "It arose in the loss function: all modules' outputs are finite",
-            "backward": f"It arose in the backward of {self.module}: the gradient of what goes into it has {self.values}",
+            "backward": f"It arose in the backward of {self.module}: the gradient of its input has {self.values}",
         }[self.phase]
         return f"{what} (micro-step {self.micro_step}, rank {self.rank}{self.place})"
 

@@ -246,7 +246,7 @@ def _batch_norms(model: nn.Module, parts: str) -> str:
         return ""
     more = f" and {len(found) - 1} more" if len(found) > 1 else ""
     return (
-        f"{found[0]}{more}: a batch norm takes mean and variance of the rows of its own {parts}, not of the global batch, as "
+        f"{found[0]}{more}: a batch norm computes mean and variance from the rows of its own {parts}, not of the global batch, as "
         "under torch's DistributedDataParallel; losses differ from those of one process. nn.GroupNorm and nn.LayerNorm have no "
         "such statistics"
     )
@@ -258,8 +258,8 @@ def _balance_losses(model: nn.Module, parts: str) -> str:
         return ""
     name, value = found
     return (
-        f"{name}={value}: a mixture of experts' own balance loss is taken of each {parts}'s tokens and then averaged; it is no "
-        "mean over tokens, so it differs a little from that of the global batch. The rest of the loss does not"
+        f"{name}={value}: a mixture of experts' own balance loss is computed from each {parts}'s tokens and then averaged; it is "
+        "not a mean over tokens, so it differs a little from that of the global batch. The rest of the loss does not"
     )
 
 

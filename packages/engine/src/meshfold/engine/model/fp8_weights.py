@@ -39,8 +39,8 @@ def casts_once(settings: Fp8Settings, spec: ParallelSpec, accumulation: int) -> 
     if settings.cast == "step" and not stays:
         has = f"stage={zero.stage}, placement={zero.placement!r}"  # type: ignore[union-attr]
         raise SpecError(
-            f"precision=dict(matmul='fp8', cast='step') with zero=dict({has}): what is cast once stays on every rank, two bytes an "
-            "element, and these weights or their room do not. Leave cast out, or write zero=dict(stage=2, placement='cuda')"
+            f"precision=dict(matmul='fp8', cast='step') with zero=dict({has}): weights that are cast once stay on every rank, two "
+            "bytes an element, but these are sharded or moved. Leave cast out, or write zero=dict(stage=2, placement='cuda')"
         )
     micro_batches = 1 if spec.pipeline is None else spec.pipeline.microbatches or spec.pipeline.size
     several = accumulation * micro_batches > 1

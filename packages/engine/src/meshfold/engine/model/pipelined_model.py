@@ -158,8 +158,8 @@ class PipelinedModel:
             carry(self.pipeline)
         except ExampleError as error:
             raise SpecError(
-                f"pipeline={spec.to_dict()}: {error.what}. Give Engine(..., example=batch): a small batch such as train_step is "
-                "given, whose values do not matter"
+                f"pipeline={spec.to_dict()}: {error.what}. Give Engine(..., example=batch): a small batch as for "
+                "train_step; its values do not matter"
             ) from error
         except (LayoutError, ScheduleError) as error:
             raise SpecError(f"pipeline={format_value(spec.to_dict())}: {error}") from error

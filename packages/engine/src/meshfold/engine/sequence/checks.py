@@ -85,13 +85,11 @@ def _mixing(model: nn.Module, mode: object) -> str:
     for name, value in getattr(config, "__dict__", {}).items():
         drops = "drop" in name and "att" in name and isinstance(value, float) and value > 0
         if drops and callable(mode):
-            return (
-                f"the model's {name}={value!r}: an attention of one's own is not told which weights fall. Set it to 0.0"
-            )
+            return f"the model's {name}={value!r}: the model's own attention cannot be told which weights to drop. Set it to 0.0"
         if drops and find_functional_dropout(model) is None:
             return (
-                f"the model's {name}={value!r}: mode 1d cannot place the model's layers, so that its dropout is torch's own, and "
-                "ranks could not drop what a single process does. Set it to 0.0"
+                f"the model's {name}={value!r}: mode 1d cannot place the model's layers, so its dropout is torch's own and "
+                "would drop other elements than a single process. Set it to 0.0"
             )
     others = sorted(set(getattr(config, "layer_types", None) or ()) - set(_ATTENDING))
     if others:
@@ -132,5 +130,5 @@ def _heads(model: nn.Module, world: World, spec: SequenceSpec) -> str:
     try:
         kv_head_repeats(heads // split, 1, ulysses)
     except LayoutError as error:
-        return f"of {heads} heads a rank has {heads // split}, and {error}" if split > 1 else str(error)
+        return f"a rank has {heads // split} of {heads} heads, and {error}" if split > 1 else str(error)
     return ""

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _ADVICE = (
     "the engine has the gradients. Between engine.backward(loss) and engine.step() torch.nn.utils.clip_grad_norm_ and "
     "clip_grad_value_ work on model.parameters(), and parameter.grad can be multiplied in place; engine.train_step(batch) "
-    "clips, steps and lets gradients go by itself: write Engine(..., clip_grad_norm=1.0) or clip_grad_value=... "
+    "clips, steps and releases gradients itself: write Engine(..., clip_grad_norm=1.0) or clip_grad_value=... "
     "engine.last.grad_norm is the norm in the last step"
 )
 _NO_OPTIMIZER = "this engine has no optimizer: give Engine(..., optimizer=dict(name='adamw', lr=...))"

@@ -190,7 +190,7 @@ def shortage_remedy(*, chunks_on_device: bool, recomputes: bool) -> str:
         )
     recompute = "" if recomputes else ", or recompute activations: Engine(..., recompute='blocks')"
     return (
-        "No parameter and no optimizer state is on the device any more: what does not fit is made by the forward and the "
+        "No parameter and no optimizer state is on the device any more: what does not fit are tensors of forward and "
         "backward. Take fewer tokens at once (smaller batches with a larger gradient_accumulation, or shorter sequences)"
         f"{recompute}, or raise gpu_memory_limit."
     )

@@ -432,7 +432,7 @@ class Residency:
         try:
             self._gemini.move({chunk: ChunkPlacement(parameters="host", state=away) for chunk in self._gemini.chunks})
         except DiskError as full:
-            full.add_note(f"Everything movable was to leave the device and the host, because no plan fits: {error}")
+            full.add_note(f"Everything movable had to leave the device and the host, because no plan fits: {error}")
             raise
         torch.cuda.empty_cache()
         if self._world.mesh.rank == 0:

@@ -264,7 +264,7 @@ class ZeroStates:
     def can_relieve(self, error: BaseException) -> bool:
         if self.gemini.is_half_stepped:
             error.add_note(
-                "Some chunks had made their optimizer step by then and others had not, so training cannot continue from here: make "
+                "Some chunks had already made their optimizer step, so training cannot continue from here: make "
                 "a new engine and resume from the last checkpoint."
             )
             return False

@@ -72,7 +72,7 @@ class LazyLogits(Tensor):
         """Raise a RuntimeError if the head's context has ended, since its weights may have changed."""
         if self.made_in != self.head.closed:
             raise RuntimeError(
-                f"logits of {self.head.name} are read after their loss was computed, and were never held: read them where the "
+                f"logits of {self.head.name} are read after their loss was computed, and were never stored: read them where the "
                 "loss is computed (in loss_fn; in a loop of your own before engine.step()), or have them computed with "
                 "kernels=dict(loss=False)"
             )

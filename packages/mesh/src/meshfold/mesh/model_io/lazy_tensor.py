@@ -233,9 +233,9 @@ def meet_to_read(what: str, ranks: tuple[int, ...]) -> None:
             )
     except (CollectiveError, LaunchError) as error:
         raise CollectiveError(
-            f"{what} cannot be read at {own_line()}: ranks {shortened(ranks)} have a piece each, so all of them have to read, "
-            f"and not all do.\n{error}\nRead on all ranks, and use what was read on one: move the line above the "
-            "'if rank == 0:' that it is in"
+            f"{what} cannot be read at {own_line()}: ranks {shortened(ranks)} have one shard each, so all of them must read "
+            f"it, and not all do.\n{error}\nRead it on all ranks and use the result on one: move the line above its "
+            "'if rank == 0:'"
         ) from None
     _times[what, ranks] = before + 1
 

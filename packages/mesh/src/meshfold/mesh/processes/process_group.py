@@ -239,7 +239,7 @@ def new_group(ranks: Sequence[int], name: str, backend: str | None = None) -> An
     """
     c10d = dist.distributed_c10d
     members, rank = list(ranks), dist.get_rank()
-    with flight_recorder.meeting("the making of a process group", members, rank, name):
+    with flight_recorder.meeting("creating a process group", members, rank, name):
         meet_members(members, name)
         own, store = c10d._world.pg_map[c10d._get_default_group()]
         group, _ = c10d._new_process_group_helper(

@@ -102,7 +102,7 @@ def meet(
         look: called once a second; an error it raises ends the wait.
 
     Raises:
-        RuntimeError: if a rank did not come within the limit or its process is gone, the wait was broken off, or the store
+        RuntimeError: if a rank did not arrive within the limit or its process is gone, the wait was cancelled, or the store
             does not answer.
     """
     keys = {one: _key(name, one) for one in ranks}
@@ -132,7 +132,7 @@ def _wait(
     while missing := [one for one in missing if not store.check([keys[one]])]:
         now = time.monotonic()
         if broken_off():
-            raise RuntimeError("the wait for the other ranks was broken off")
+            raise RuntimeError("the wait for the other ranks was cancelled")
         if now >= deadline:
             raise RuntimeError(
                 f"timed out after {limit.total_seconds():g} s: {_named(missing)} of {len(keys)} did not arrive"
@@ -159,7 +159,7 @@ def _key(name: str, rank: int) -> str:
 def _check_alive(ranks: Sequence[int], known: dict[int, Address], own: Address) -> None:
     gone = [rank for rank in ranks if rank in known and known[rank].is_gone(own)]
     if gone:
-        raise RuntimeError(f"{_named(gone)} ended before all had met")
+        raise RuntimeError(f"{_named(gone)} ended before all ranks had joined")
 
 
 def _named(ranks: Sequence[int]) -> str:

@@ -295,7 +295,7 @@ def next_dropout_draw(name: str = "") -> Draw:
     stream = current_dropout_stream()
     if repeated and not stream.repeats:
         raise MeshfoldError(
-            "dropout was called in backward by a forward that is repeated there without the random state it had: write "
+            "backward repeats a forward with dropout without the random state that it had: write "
             "checkpoint(..., preserve_rng_state=True), which is the default, or leave the checkpoint out"
         )
     made = stream.draw(name)

@@ -125,7 +125,7 @@ class Entry:
         """Parse a number of bytes: a whole number, or a string such as ``24GiB``. ``example``: what a message says to write."""
         if not isinstance(value, str):
             if isinstance(value, bool) or not isinstance(value, int):
-                problem = f"{key}={format_value(value)} is {kind(value)}, neither whole bytes nor a string."
+                problem = f"{key}={format_value(value)} is {kind(value)}, neither a whole number of bytes nor a string."
                 raise self.error(problem, f"Write {key}={example!r}, say.")
             return self.count(key, value, parse_bytes(example))
         try:
@@ -141,7 +141,7 @@ class Entry:
             raise self.error(problem, f"Write {key}={meant(value) or example}.")
         if value < 1:
             sign = "zero" if value == 0 else "negative"
-            problem = f"{key}={format_value(value)} is {sign}, and the least is 1."
+            problem = f"{key}={format_value(value)} is {sign}; the minimum is 1."
             raise self.error(problem, f"Write {key}={example}, say.")
         if value >= 2**63:
             raise self.error(f"{key} is more than any machine has.", f"Write {key}={example}, say.")

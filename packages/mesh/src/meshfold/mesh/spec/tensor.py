@@ -285,10 +285,10 @@ def _equal(
     sizes = join_choices(depth * number for number in powers_near(rest, degree))
     change = f"Write size={sizes}, or grid={balanced(rest, degree)} with unequal sides"
     if "depth" not in fields:
-        raise entry.error(f"mode {name!r} needs {shape}, and size {size} is none.", change + ".")
+        raise entry.error(f"mode {name!r} needs {shape}, and size {size} is not one.", change + ".")
     deeper = [other for other in _depths(size, degree) if other != depth]
     raise entry.error(
-        f"mode {name!r} needs depth × {shape}, and size {size} / depth {depth} = {rest} is none.",
+        f"mode {name!r} needs depth × {shape}, and size {size} / depth {depth} = {rest} is not one.",
         change + (f", or depth={join_choices(deeper[:4])}." if deeper else "."),
     )
 

@@ -85,12 +85,12 @@ def _reshards(entry: Entry, stage: int, placement: str, fields: Mapping[str, obj
     value = fields.get("reshard_after_forward", True)
     if not isinstance(value, bool):
         problem = f"reshard_after_forward={format_value(value)} is {kind(value)}, not a bool."
-        raise entry.error(problem, "Write True, or False to keep what is gathered from a forward until its backward.")
+        raise entry.error(problem, "Write True, or False to keep gathered parameters from forward to backward.")
     if not value and stage < 3:
         problem = f"stage {stage} keeps whole parameters on the device, so there is nothing to reshard."
         raise entry.error(problem, "Leave reshard_after_forward out, or write stage=3.")
     if not value and placement != "cuda":
-        problem = f"placement {placement!r} decides itself how long what is gathered stays."
+        problem = f"placement {placement!r} decides itself how long gathered parameters stay."
         raise entry.error(problem, "Leave reshard_after_forward out, or write placement='cuda'.")
     return value
 

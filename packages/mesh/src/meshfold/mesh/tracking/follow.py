@@ -298,8 +298,8 @@ def refusal(name: str, why: str, tensors: Sequence[Tensor], module: str, remedy:
     of = f" of {shapes} on each rank" if shapes else ""
     where = f"{module}: " if module else ""
     return LayoutError(
-        f"{where}{_line()}: {name.strip('_')}{of} {why}. Each rank would compute it on its own piece alone, "
-        f"which is something else than the model says. {remedy}"
+        f"{where}{_line()}: {name.strip('_')}{of} {why}. Each rank would compute it on its own shard alone, "
+        f"which is not what the model computes. {remedy}"
     )
 
 

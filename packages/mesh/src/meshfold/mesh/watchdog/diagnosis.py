@@ -127,12 +127,12 @@ def awaited_ranks(waiting: Waiting, states: dict[int, RankStatus], me: int) -> l
 def describe_rank(rank: int, state: RankStatus | None, how: str, states: dict[int, RankStatus]) -> str:
     """Return a line about a rank. ``how``: see :func:`process_state`, or ``silent``."""
     if state is None:
-        return f"  rank {rank}: it has never been heard of: it has not come as far as its first collective"
+        return f"  rank {rank}: it never reported: it has not reached its first collective"
     where = f"process {state.pid} on {state.host}"
     what = {
         "gone": f"{where} is gone",
         "stopped": f"{where} is stopped (by SIGSTOP or a debugger)",
-        "silent": f"{where} gives no sign of life",
+        "silent": f"{where} does not respond",
     }.get(how, f"{where} runs")
     parts = [what]
     if state.ended and how != "gone":
@@ -266,7 +266,9 @@ class Diagnosis:
             if rank not in seen and found in ("gone", "stopped", "silent")
         ]
         if not lines:
-            return "All its ranks have called it and live: the connection between them is at fault, or what runs on it"
+            return (
+                "All its ranks have called it and are alive: the connection between them failed, or their devices hang"
+            )
         head = "Ranks that did not arrive:" if missing else "All its ranks have called it, but:"
         advice = ""
         if all(how.get(rank) not in ("gone", "stopped", "silent") for rank in seen):

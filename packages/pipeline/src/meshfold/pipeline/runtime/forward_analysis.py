@@ -60,10 +60,10 @@ class ForwardAnalysis:
 def bypassed(blocks: str, border: str) -> str:
     """Return the error text for a value that bypasses the border of a stage."""
     return (
-        f"the model is cut into stages between the blocks of {blocks or 'the model'}, at {border} among others, and a stage passes "
-        "on what the next block is called with: what else the model makes before that block and uses after it (a residual round "
-        "all blocks, the output of an early one, a sum over blocks) is not there. Call the blocks with it too, and it travels; or "
-        "put what repeats into an nn.ModuleList"
+        f"the model is cut into stages between the blocks of {blocks or 'the model'}, at {border} among others, and a stage sends "
+        "on only the arguments of the next block. Another value that the model makes before that block and uses after it (a "
+        "residual around all blocks, the output of an early one, a sum over blocks) is missing there. Pass it to the blocks as an "
+        "argument too, or put what repeats into an nn.ModuleList"
     )
 
 

@@ -205,7 +205,7 @@ def _paired(program: Program) -> None:
             if there != here:
                 raise ScheduleError(
                     f"program {program.schedule.name!r}: rank {source} sends {_named(there)} to rank {target}, which "
-                    f"receives {_named(here)} at that place. Send and receive the same, in the same order."
+                    f"receives {_named(here)} at that position. Send and receive the same, in the same order."
                 )
 
 

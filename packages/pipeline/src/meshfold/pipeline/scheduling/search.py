@@ -131,7 +131,8 @@ def _cuts(ranks: int, chunks: int | None, costs: Costs | Mapping[int, Costs] | N
         stages = costs.stages or ranks
         if stages % ranks:
             raise ScheduleError(
-                f"costs are given for {stages} stages, which {ranks} ranks cannot hold alike. Give a multiple of {ranks}."
+                f"costs are given for {stages} stages, which {ranks} ranks cannot hold in equal numbers. "
+                f"Give a multiple of {ranks}."
             )
         chunks = stages // ranks
     return {chunks: costs}

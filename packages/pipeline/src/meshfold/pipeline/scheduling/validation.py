@@ -63,18 +63,18 @@ class _Judge:
         for rank, place, action in self._all():
             if not 0 <= action.stage < schedule.stages:
                 self._fail(
-                    f"rank {rank} lists {action} at place {place}, and there are stages 0 to {schedule.stages - 1}",
+                    f"rank {rank} lists {action} at position {place}, and there are stages 0 to {schedule.stages - 1}",
                     "Take it out, or say on which rank that stage is",
                 )
             if not 0 <= action.microbatch < schedule.microbatches:
                 self._fail(
-                    f"rank {rank} lists {action} at place {place}, and there are micro-batches 0 to {schedule.microbatches - 1}",
+                    f"rank {rank} lists {action} at position {place}, and there are micro-batches 0 to {schedule.microbatches - 1}",
                     "Take it out, or make the step larger",
                 )
             owner = schedule.stage_ranks[action.stage]
             if owner != rank:
                 self._fail(
-                    f"rank {rank} lists {action} at place {place}, and stage {action.stage} is on rank {owner}",
+                    f"rank {rank} lists {action} at position {place}, and stage {action.stage} is on rank {owner}",
                     f"Move {action} to rank {owner}",
                 )
 
@@ -87,7 +87,7 @@ class _Judge:
         for rank, place, action in self._all():
             if action in at:
                 self._fail(
-                    f"rank {rank} lists {action} twice, at places {at[action]} and {place}",
+                    f"rank {rank} lists {action} twice, at positions {at[action]} and {place}",
                     "Take one of them out",
                 )
             at[action] = place
@@ -101,7 +101,7 @@ class _Judge:
                 if both in at and (b in at or w in at):
                     other = b if b in at else w
                     self._fail(
-                        f"rank {rank} lists {both} at place {at[both]} and {other} at place {at[other]}: a gradient twice",
+                        f"rank {rank} lists {both} at position {at[both]} and {other} at position {at[other]}: a gradient twice",
                         f"Take {other} out, or write {b} and {w} in place of {both}",
                     )
                 if f not in at:
@@ -131,7 +131,7 @@ class _Judge:
             if at[before] > place:
                 rank = self.schedule.stage_ranks[action.stage]
                 self._fail(
-                    f"rank {rank} lists {action} at place {place}, before {before} at place {at[before]}",
+                    f"rank {rank} lists {action} at position {place}, before {before} at position {at[before]}",
                     f"Move {before} before {action}",
                 )
 
@@ -163,11 +163,13 @@ class _Judge:
         if len(circle) == 1:
             _, action, awaited = circle[0]
             self._fail(
-                f"rank {rank} lists {action} at place {at[action]}, before {awaited} at place {at[awaited]}, whose result it needs",
+                f"rank {rank} lists {action} at position {at[action]}, before {awaited} at position {at[awaited]}, "
+                "whose result it needs",
                 f"Move {awaited} before {action}",
             )
         stories = [
-            f"rank {where} at place {at[action]} has {action}, which needs {awaited} of rank {schedule.stage_ranks[awaited.stage]}"
+            f"rank {where} at position {at[action]} has {action}, which needs {awaited} of rank "
+            f"{schedule.stage_ranks[awaited.stage]}"
             for where, action, awaited in circle
         ]
         blocker = {where: action for where, action, _ in circle}
@@ -195,6 +197,6 @@ def _memory(schedule: Schedule, memory: float | Sequence[float], costs: Costs) -
         )
         held = peak_activations(actions[: place + 1], read.activation, read.kept)
         raise ScheduleError(
-            f"schedule {schedule.name!r}: with {actions[place]} at place {place} rank {rank} holds activations of {held:.6g}, and "
+            f"schedule {schedule.name!r}: with {actions[place]} at position {place} rank {rank} holds {held:.6g} activations, but "
             f"the bound is {bound:.6g}. Move it after gradients (B, W or BW) that free some, or choose a leaner schedule."
         )

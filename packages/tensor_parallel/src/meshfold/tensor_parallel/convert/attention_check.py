@@ -139,7 +139,7 @@ class AttentionTrial:
                 return self._compare(given, whole, tokens, arguments)
         # No trial succeeded: the forward takes unknown arguments, or needs a device.
         found, kind = config_size(self.module), type(self.module).__name__
-        return f"{kind}'s forward reads {found}, which is that of all heads" if found else ""
+        return f"{kind}'s forward reads {found}, which counts all heads" if found else ""
 
     def _compare(
         self, given: dict[str, Tensor], whole: Tensor, tokens: tuple[int, ...], arguments: dict[str, Any]
@@ -154,7 +154,7 @@ class AttentionTrial:
             if found.shape != wanted.shape or not torch.allclose(
                 found.double(), wanted.double(), rtol=1e-4, atol=1e-4, equal_nan=True
             ):
-                return f"{trial} computes something else than for these heads among all{self._hint()}"
+                return f"{trial} computes other values than for the same heads among all{self._hint()}"
         return ""
 
     def _failure(self, error: Exception) -> str:
@@ -184,7 +184,7 @@ class AttentionTrial:
     def _hint(self) -> str:
         found = config_size(self.module)
         if found:
-            return f"; it reads {found}, which is that of all heads"
+            return f"; it reads {found}, which counts all heads"
         if self.heads.fused or self.heads.interleaved:
             return "; its fused projection may have another order than query, key, value"
         return ""

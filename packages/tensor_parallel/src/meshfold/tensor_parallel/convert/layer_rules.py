@@ -268,7 +268,7 @@ def _check_columns(found: Tracker, layer: Any, given: Tensor, columns: Axes) -> 
     want = ", ".join(wanted) or "nothing"
     found.refuse(
         type(layer).__name__,
-        f"is given a tensor whose last dim {describe(dims[-1])}, where it reads one that is split over {want}",
+        f"receives a tensor whose last dim {describe(dims[-1])}, but needs one that is split over {want}",
         given,
         axes=(*axes_of(dims[-1]), *wanted),
     )

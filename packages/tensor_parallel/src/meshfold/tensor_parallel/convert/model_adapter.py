@@ -384,8 +384,8 @@ class LazyOutputs(OnMesh):
         def refuse(piece: Tensor) -> NoReturn:
             raise LayoutError(
                 f"{name}, of which this rank has {tuple(piece.shape)}, is split over {', '.join(axes)} and cannot be read: only "
-                "logits, [..., words], are gathered from a model that computes its loss. Return these, and compute outside of the "
-                "model what you read of them"
+                "logits, [..., words], are gathered from a model that computes its loss. Return the logits, and compute from them "
+                "outside of the model"
             )
 
         shape = tuple(value.shape)

@@ -63,8 +63,8 @@ class OwnTokens(OnMesh):
         x: Tensor = args[0] if args else next(iter(kwargs.values()))
         if self.batch is not None and self.batch.given < self.batch.rows:
             raise LayoutError(
-                f"a batch of {self.batch.given} rows was filled up to {self.batch.rows} for the tensor mode, and experts would "
-                f"be given tokens that do not count: give {self.batch.rows} rows, or another multiple that needs no filling up"
+                f"a batch of {self.batch.given} rows was padded to {self.batch.rows} for the tensor mode, and experts would "
+                f"receive padding tokens: give {self.batch.rows} rows, or another multiple that needs no padding"
             )
         self._layout = tracked_layout(x)
         self._apart.append(_apart())

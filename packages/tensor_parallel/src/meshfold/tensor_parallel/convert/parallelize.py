@@ -136,8 +136,8 @@ def _check_arguments(module: object, mesh: object) -> None:
     split = [layer for layer in module.modules() if isinstance(layer, ShardedLayer)]
     if split:
         raise LayoutError(
-            f"the {type(module).__name__} is split already, over {split[0].mesh!r}: a model is parallelized once, so make it "
-            f"again to split it another way"
+            f"the {type(module).__name__} is split already, over {split[0].mesh!r}: a model is parallelized once, so build it "
+            f"again to split it differently"
         )
 
 

@@ -187,8 +187,8 @@ class Replicated(StreamAdapter):
         if turned or rows not in (None, 0, 1) or dims.columns not in (None, 1, -1):
             found.refuse(
                 "a module that is kept whole",
-                f"is given a tensor that is split in dim {rows if columns is None else columns}, and puts rows together in dim 0 "
-                "or 1, in the same one in every call: turn it, b s h",
+                f"receives a tensor that is split in dim {rows if columns is None else columns}, but joins rows along dim 0 or 1, "
+                "the same in every call: transpose it to b s h",
                 x,
                 axes=(*self._real[0], *self._real[1]),
             )

@@ -199,14 +199,14 @@ def check_stream(found: Tracker, mesh: Mesh, x: Tensor, axes: Axes, columns: Axe
     sequence_axes = () if found.token_split is None else found.token_split.axes
     for place, wanted in ((0, spanning_axes(mesh, axes)), (len(dims) - 1, spanning_axes(mesh, columns))):
         have = tuple(axis for axis in axes_of(dims[place]) if axis not in sequence_axes)
-        turn = "" if place else ": turn it, rows first"
+        turn = "" if place else ": transpose it, rows first"
         if (have == wanted and is_split_first(dims[place], wanted) and not is_unknown(dims[place])) or dims[place][
             0
         ].split == ALIKE:
             continue
         found.refuse(
             what,
-            f"is given a tensor whose dim {place} {describe(dims[place])}, where it wants one that is split over "
+            f"receives a tensor whose dim {place} {describe(dims[place])}, but needs one that is split over "
             f"{', '.join(wanted) or 'nothing'}{turn}",
             x,
             axes=(*have, *wanted),

@@ -112,17 +112,17 @@ def followed_positions(
 
 def _exchanged(x: Tensor, name: str) -> LayoutError:
     return LayoutError(
-        f"{name}: drops of a tensor {list(x.shape)}, the sequence first, of which ranks exchange tokens along the first dim "
-        "in this mode, so that it would drop other elements than one process. Give the layers round it [batch, tokens, "
-        "hidden], use mode '1d' or '2d', or set its probability to 0"
+        f"{name}: dropout of a tensor {list(x.shape)}, sequence first: in this mode ranks exchange tokens along the first dim, so "
+        "it would drop other elements than one process. Pass the layers around it [batch, tokens, hidden], use mode '1d' or "
+        "'2d', or set its probability to 0"
     )
 
 
 def _lost(x: Tensor, name: str, rows: int) -> LayoutError:
     return LayoutError(
-        f"{name}: drops of a tensor {list(x.shape)} that was made of {rows} rows of a larger batch, and nothing tells which of "
-        "its elements are of which row, so that it would drop others than one process. Drop before rows are chosen or mixed, or "
-        "set its probability to 0"
+        f"{name}: dropout of a tensor {list(x.shape)} made from {rows} rows of a larger batch: nothing tells which element belongs "
+        "to which row, so it would drop other elements than one process. Apply dropout before rows are selected or mixed, or set "
+        "its probability to 0"
     )
 
 

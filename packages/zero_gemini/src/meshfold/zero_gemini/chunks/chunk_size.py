@@ -104,7 +104,7 @@ def search_chunk_size(
         if value <= 0:
             raise ChunkLayoutError(f"{what} is {value}: it must be at least 1")
     if max_elems < min_elems:
-        raise ChunkLayoutError(f"max_elems, {max_elems:,}, is below min_elems, {min_elems:,}: exchange them")
+        raise ChunkLayoutError(f"max_elems, {max_elems:,}, is below min_elems, {min_elems:,}: swap them")
 
     unit = shards * align_elems
     by_group: dict[Hashable, list[int]] = {}

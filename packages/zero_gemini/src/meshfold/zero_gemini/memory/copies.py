@@ -120,7 +120,7 @@ class Waiting:
             RuntimeError: if waits are watched already.
         """
         if self._watch is not None:
-            raise RuntimeError("waits are watched already: leave the other watch first")
+            raise RuntimeError("another watch of waits is active: leave it first")
         self._watch = watch
         try:
             yield

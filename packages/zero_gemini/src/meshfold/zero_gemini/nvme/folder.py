@@ -267,10 +267,10 @@ def _left_behind(path: Path, control: int) -> str:
 def _as_left_behind(path: Path, control: int) -> str:
     start = os.pread(control, ALIGN, 0)
     if not start:
-        return f"{path}: removed, an empty file that a process left which was killed."
+        return f"{path}: removed: an empty file left by a killed process."
     try:
         header = Header.unpack(start, str(path))
     except DiskError:
         return ""  # not ours, or incomplete: leave it to the user
     size = os.fstat(control).st_blocks * 512
-    return f"{path}: removed, {size:,} bytes that process {header.pid} left, which was killed."
+    return f"{path}: removed: {size:,} bytes left by process {header.pid}, which was killed."

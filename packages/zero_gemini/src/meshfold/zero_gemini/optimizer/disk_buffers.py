@@ -278,7 +278,7 @@ class Ring:
         except DiskError as error:
             lost = DiskError(
                 f"the optimizer state of {piece.what} could not be {doing} disk, so training cannot continue from here: "
-                f"{error} Put that right, and resume from the last checkpoint."
+                f"{error} Fix the cause, and resume from the last checkpoint."
             )
             lost.errno = error.errno
             self._failed[piece] = lost

@@ -101,9 +101,9 @@ class EarlySteps:
         """
         if self.is_half:
             raise ChunkError(
-                "the last backward was broken off when some chunks had made the optimizer's step and others had not (without "
-                "clipping they make it while backward runs), so training cannot continue from here: build the engine again and "
-                "resume from the last checkpoint"
+                "the last backward failed after some chunks had made their optimizer step (without clipping, chunks are stepped "
+                "during backward), so training cannot continue from here: build the engine again and resume from the last "
+                "checkpoint"
             )
 
     def close(self) -> None:

@@ -223,8 +223,8 @@ class GradientFlow:
         for chunk, gradient in self._gradients.items():
             if gradient.is_consumed and norm_type != 2.0:
                 raise ChunkError(
-                    f"the {norm_type:g}-norm of gradients was asked for, and they were stepped with as they came: clip by it, or "
-                    "say before the backward that it is not 'final'"
+                    f"the {norm_type:g}-norm of gradients was asked for, and each was stepped with as soon as it was complete: "
+                    "clip by it, or say before the backward that it is not 'final'"
                 )
             shard = None if gradient.is_consumed else gradient.finish()
             known = gradient.measured if norm_type == 2.0 else None
