@@ -1,4 +1,4 @@
-"""Import paths of version 0.1: each gives the module of today, with a DeprecationWarning.
+"""Import paths of version 0.1: each gives the module at its current path, with a DeprecationWarning.
 
 Does not import torch, which ``meshfold --help`` must not wait for, and so cannot use the finder of meshfold.mesh.
 """

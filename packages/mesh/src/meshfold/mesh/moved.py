@@ -1,4 +1,4 @@
-"""Import paths of version 0.1: each gives the module of today, with a DeprecationWarning."""
+"""Import paths of version 0.1: each gives the module at its current path, with a DeprecationWarning."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class _OldPaths(MetaPathFinder, Loader):
             module.__spec__ = old.loader_state
 
     def _today(self, name: str) -> str | None:
-        """Return today's path of the module that was at ``name``; None if it has not moved."""
+        """Return the current path of the module that was at ``name``; None if it has not moved."""
         for old, new in self.moved.items():
             if name == old or name.startswith(f"{old}."):
                 return new + name[len(old) :]
@@ -66,7 +66,7 @@ class _OldPaths(MetaPathFinder, Loader):
 
 
 def redirect_imports(moved: Mapping[str, str]) -> None:
-    """Let imports find modules under their old paths, with a DeprecationWarning that names the path of today.
+    """Let imports find modules under their old paths, with a DeprecationWarning that names the current path.
 
     Args:
         moved: old path of a module or folder to its path today. Modules in a moved folder have moved with it.

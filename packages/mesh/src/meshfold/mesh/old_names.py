@@ -1,4 +1,4 @@
-"""Old names of attributes and arguments: they work, with a DeprecationWarning that says the name of today."""
+"""Old names of attributes and arguments: they work, with a DeprecationWarning that gives the current name."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ class Blocks(Protocol):
         """Return the shape of the whole tensor."""
 
     def whole(self, parameters: Sequence[Tensor]) -> bool:
-        """Return whether this rank has all of each of these parameters."""
+        """Return True if this rank has these parameters whole."""
 
     def families(self, parameters: Sequence[Tensor]) -> list[list[Tensor]]:
         """Return the parameters in lists, each of those that one call of the methods below may be about."""

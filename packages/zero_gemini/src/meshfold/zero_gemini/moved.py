@@ -1,4 +1,4 @@
-"""Import paths of version 0.1: each gives the module of today, with a DeprecationWarning."""
+"""Import paths of version 0.1: each gives the module at its current path, with a DeprecationWarning."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ class OperatorCounter(TorchDispatchMode):
             self._times = before
 
     def add_attention(self, flop: int, head_dim: int = 128, computed: float = 1.0) -> None:
-        """Count attention that is in no operator: on the meta device :class:`DryRun` stands in for it."""
+        """Count attention that no operator shows: on the meta device :class:`DryRun` stands in for it."""
         self.note(Operator(flop, head_dim=head_dim, computed=computed))
 
     @contextmanager

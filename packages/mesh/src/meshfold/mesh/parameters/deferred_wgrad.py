@@ -54,12 +54,12 @@ class WeightGradSite:
 
     @staticmethod
     def of(layer: nn.Module) -> WeightGradSite | None:
-        """Return the site of a layer; None if its weight gradient does not wait."""
+        """Return the site of a layer; None if its weight gradient is not deferred."""
         found = layer.__dict__.get(_ATTRIBUTE)
         return found if isinstance(found, WeightGradSite) else None
 
     def attach(self, layer: nn.Module) -> None:
-        """Let a layer have this site: :meth:`of` finds it."""
+        """Attach this site to a layer, where :meth:`of` finds it."""
         layer.__dict__[_ATTRIBUTE] = self
 
     def __deepcopy__(self, memo: object) -> None:
@@ -115,12 +115,12 @@ class WeightGradQueue:
 
     @property
     def waiting(self) -> tuple[Hashable, ...]:
-        """The keys under which something waits."""
+        """The keys of deferred weight gradients."""
         return tuple(self._waiting)
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of what waits; a tensor that several matmuls read counts once."""
+        """Bytes of the operands held; a tensor that several matmuls read counts once."""
         storages = {
             tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes()
             for entries in self._waiting.values()
@@ -130,7 +130,7 @@ class WeightGradQueue:
         return sum(storages.values())
 
     def clear(self) -> None:
-        """Discard what waits, after an aborted step."""
+        """Discard all operands, after an aborted step."""
         self._open = None
         self._waiting.clear()
 

@@ -80,11 +80,11 @@ class _Proxy(Tensor):
 
 
 class GradientProxy(_Proxy):
-    """Stand-in for a parameter's gradient that its owner has."""
+    """Stand-in for a parameter's gradient, which its owner stores."""
 
     @staticmethod
     def of(owner: GradientOwner, place: int, like: Tensor, **other: Any) -> GradientProxy:
-        """Return one of a parameter's shape, dtype and device; ``other``: another dtype or device."""
+        """Return a proxy with a parameter's shape, dtype and device; ``other``: another dtype or device."""
         options = {"dtype": like.dtype, "device": like.device, **other}
         made = torch.Tensor._make_wrapper_subclass(GradientProxy, like.shape, **options)
         made._of, made.places = ref(owner), (place,)
@@ -98,7 +98,7 @@ class GradientProxy(_Proxy):
 
 
 class NormProxy(_Proxy):
-    """Norms of such gradients, one element each, not computed yet: torch asks for the norm of all of them next.
+    """Norms of such gradients, one element each, not computed yet: torch next asks for the norm over all of them.
 
     So one collective gives the norm over parameters, ranks and the stages of a pipeline, which have other parameters.
     """
@@ -107,7 +107,7 @@ class NormProxy(_Proxy):
 
     @staticmethod
     def of(like: _Proxy, places: Sequence[int], norm_type: float, shape: Sequence[int], **other: Any) -> NormProxy:
-        """Return one of the dtype and device of a gradient or another norm; ``other``: another dtype or device."""
+        """Return a proxy with the dtype and device of a gradient or another norm; ``other``: another dtype or device."""
         options = {"dtype": like.dtype, "device": like.device, **other}
         made = torch.Tensor._make_wrapper_subclass(NormProxy, shape, **options)
         made._of, made.places, made.norm_type = like._of, tuple(places), norm_type
@@ -148,7 +148,7 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _of_norms(func: Any, proxies: Sequence[NormProxy], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-    """Run an operation that needs no single norms; return None for any other."""
+    """Run an operation that does not need individual norms; return None for any other."""
     first, norm_type = proxies[0], proxies[0].norm_type
     if func in _SAME:
         return first

@@ -53,7 +53,7 @@ def metadata(parameter: Tensor) -> ParameterMeta | None:
 
 
 def metadata_on(parameter: Tensor, mesh: Mesh) -> ParameterMeta:
-    """Return the metadata of a parameter; that it is replicated over ``mesh`` if it has none."""
+    """Return the metadata of a parameter; if it has none, metadata that say it is replicated over ``mesh``."""
     found = metadata(parameter)
     if found is not None:
         return found
@@ -81,7 +81,7 @@ _WRAPPED = "_orig_mod"  # torch.compile's name for the wrapped module
 
 
 def uncompiled_name(name: str) -> str:
-    """Return a name in the model that was written.
+    """Return a parameter's name in the model as written.
 
     >>> uncompiled_name("blocks.0._orig_mod.up.weight")
     'blocks.0.up.weight'
@@ -111,5 +111,5 @@ class StoredValue(NamedTuple):
         return self.whole is _single
 
     def made(self) -> Tensor:
-        """Return the present value."""
+        """Return the current value."""
         return self.whole(self.tensors)

@@ -57,7 +57,7 @@ class ShardedSquareSums:
         self._holders: dict[tuple[float, ...], Tensor] = {}
 
     def __deepcopy__(self, memo: object) -> ShardedSquareSums:
-        """Return one for whole tensors: a copy of an optimizer is tried out on tensors of its own, by one rank."""
+        """Return sums for whole tensors: a copy of an optimizer is tried out on other tensors, by one rank."""
         return _WholeSquareSums({}, 0, self._group, self._device)
 
     def __call__(self, parameters: Sequence[Tensor], rows: Sequence[Sequence[Tensor]]) -> Tensor:
@@ -69,11 +69,11 @@ class ShardedSquareSums:
         return self._added_up(sums, shards)
 
     def takes_sums(self, parameters: Sequence[Tensor]) -> bool:
-        """Return whether :meth:`of_sums` can be called: all of a shard is held by as many ranks, and none of it is padding."""
+        """Return True if :meth:`of_sums` can be called: equally many ranks hold each element of a shard, and none is padding."""
         return all(self._held_alike(parameter) is not None for parameter in parameters)
 
     def of_sums(self, parameters: Sequence[Tensor], sums: Tensor) -> Tensor:
-        """Return the sums over whole tensors of those over shards, ``(rows, parameters)`` both; see the class."""
+        """Turn sums over shards into sums over whole tensors, both ``(rows, parameters)``; see the class."""
         shards = [self._shards[parameter] for parameter in parameters]
         key = tuple(float(self._held_alike(parameter) or 1.0) for parameter in parameters)
         if key not in self._holders:

@@ -24,7 +24,7 @@ SumOf = tuple[Tensor, Tensor, tuple[int, ...]]
 
 
 class ShardedBlocks:
-    """Answers what an optimizer asks of the rest of its parameters: see ``Blocks`` of ``meshfold.optimizers``.
+    """Answers an optimizer's questions about the rest of its parameters: see ``Blocks`` of ``meshfold.optimizers``.
 
     A parameter that is not among those given counts as whole. ``sums`` takes one all-reduce of the numbers that come out.
     ``through_whole`` takes two all-to-alls, or one if blocks are already whole. Each matrix goes to one rank, the largest first,
@@ -72,17 +72,17 @@ class ShardedBlocks:
         return tuple(parameter.shape) if meta is None else meta.placement.shape
 
     def whole(self, parameters: Sequence[Tensor]) -> bool:
-        """Return whether this rank has all of each of these parameters."""
+        """Return True if this rank has these parameters whole."""
         return all(self._of(parameter)._split_block(parameter) is None for parameter in parameters)
 
     def families(self, parameters: Sequence[Tensor]) -> list[list[Tensor]]:
-        """Return the parameters in lists, each of those whose other blocks are on the same ranks; no empty list."""
+        """Group the parameters by the ranks that have their other blocks; no list is empty."""
         every = [self, *dict.fromkeys(self._apart.values())]
         lists = [[p for p in parameters if self._of(p) is blocks] for blocks in every]
         return [one for one in lists if one]
 
     def _of(self, parameter: Tensor) -> ShardedBlocks:
-        """Return the blocks that a parameter is one of."""
+        """Return the blocks that include a parameter."""
         return self._apart.get(parameter, self)
 
     def sums(self, wanted: Iterable[SumOf]) -> list[Tensor]:
@@ -305,7 +305,7 @@ class _Item(NamedTuple):
 
 
 class _Stack(NamedTuple):
-    """Whole matrices that a rank has of a parameter of three dims."""
+    """Whole matrices of a three-dim parameter that a rank has."""
 
     block: BlockMap
     value: Tensor
@@ -382,7 +382,7 @@ def blocks_of(
 def _in_families(
     metas: Mapping[Tensor, ParameterMeta], mesh: Mesh, device: torch.device, known: Iterable[ParameterMeta]
 ) -> ShardedBlocks:
-    """Return blocks of parameters that are shared out to owners over different axes, such as experts and the rest under ZeRO.
+    """Return blocks of parameters that are divided among owners over different axes, such as experts and the rest under ZeRO.
 
     Ranks along the axes that split a parameter own the same ones of the parameters that are split in this way. Of other
     parameters they may own different ones.

@@ -1,4 +1,4 @@
-"""Numbers that the hosts of ranks tell each other, whatever their devices are busy with."""
+"""Numbers that the hosts of ranks exchange without waiting for their devices."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from meshfold.mesh.recording import comm_log, flight_recorder
 
 
 def start_largest(number: int, group: Group) -> Callable[[], int]:
-    """Start to find the largest number of a group's ranks; calling the result waits for the other hosts, and for no device.
+    """Start finding the maximum over a group's ranks; calling the result waits for the other hosts, but for no device.
 
     All ranks of the group must call. The message is one of 8 bytes over gloo; work in between hides its latency. Simulated ranks
     have the same numbers.

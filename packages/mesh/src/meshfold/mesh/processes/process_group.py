@@ -52,7 +52,7 @@ class Process:
     _hooks: tuple[Any, Any] | None = field(default=None, repr=False, compare=False)
 
     def close(self, *, wait: bool = True) -> None:
-        """End this process's part, and with it all groups, if this object began it. May be called twice.
+        """Leave the job and end all groups, if this object joined it. May be called twice.
 
         Args:
             wait: first wait for the other ranks to end (ten seconds at most): rank 0 may serve the store, and ranks that still run

@@ -68,7 +68,7 @@ class Address:
 
     @classmethod
     def own(cls) -> Address:
-        """Return this process's."""
+        """Return the address of this process."""
         space = ""
         with suppress(OSError):
             space = os.readlink("/proc/self/ns/pid")

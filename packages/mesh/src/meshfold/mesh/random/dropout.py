@@ -41,7 +41,7 @@ class TokenShards:
         return self.index.shape[0]
 
     def numbers(self, tokens: Tensor) -> Tensor:
-        """Return numbers among whole sequences, of tokens that are numbered among this rank's parts of them; int64."""
+        """Convert token numbers within this rank's parts to numbers within whole sequences; int64."""
         index = self.index.to(tokens.device)
         return tokens // self.local * self.length + index[tokens % self.local]
 

@@ -32,7 +32,7 @@ class Watcher(Protocol):
         """Record a call that is about to be made."""
 
     def stays_away(self, call: Call) -> str | None:
-        """Return a line about a rank that is known not to come to a rendezvous."""
+        """Return a line about a rank that is known to miss a rendezvous."""
 
     def before(self, call: Call) -> None:
         """Record that a call is waited for from now on."""
@@ -128,7 +128,7 @@ class Call:
         self._flight.watcher.ended(self)
 
     def stays_away(self) -> str | None:
-        """Return a line about a rank that is known not to come to a rendezvous; None if all may still come."""
+        """Return a line about a rank that is known to miss a rendezvous; None if all may still come."""
         return self._flight.watcher.stays_away(self)
 
     def failed(self, error: RuntimeError) -> Exception:
@@ -171,7 +171,7 @@ class FlightRecorder:
         self.on_device: deque[Call] = deque(maxlen=_ON_DEVICE)
 
     def enter(self, kind: str, group: Group, x: Tensor, detail: object, peer: int | None, now: bool) -> Call:
-        """Note a call; ``now``: it is waited for at once."""
+        """Record a call; ``now``: the caller waits for it immediately."""
         call = Call(self, kind, group, x, detail, peer)
         self.last.append(call)
         self.watcher.announce(call)

@@ -1,4 +1,4 @@
-"""Checks that the engine's arguments share: each gives back a value of the promised type or a SpecError."""
+"""Checks that the engine's arguments share: each returns a value of the promised type or raises a SpecError."""
 
 from __future__ import annotations
 

@@ -206,7 +206,7 @@ class ParallelSpec:
 
     @property
     def world_size(self) -> int:
-        """Ranks: the product of all axes, with ``data`` as 1 while it is not known."""
+        """Number of ranks: the product of all axes; ``data`` counts as 1 until it is known."""
         return math.prod(self.axes.values())
 
     def to_dict(self) -> dict[str, object]:

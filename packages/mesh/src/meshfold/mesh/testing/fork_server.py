@@ -63,7 +63,7 @@ def can_be_copied() -> bool:
 
 
 class _Copy:
-    """A fork of this process; how it ends is asked as of :class:`subprocess.Popen`."""
+    """A fork of this process, polled like a :class:`subprocess.Popen`."""
 
     def __init__(self, serve: Callable[[], None]) -> None:
         self._code: int | None = None
@@ -123,7 +123,7 @@ class ForkServer:
         RUNNING.add(self._process.pid)
 
     def preload(self) -> float:
-        """Import what this process has imported of the slow packages, once there instead of in every rank.
+        """Import the slow packages that this process has imported, once there instead of in every rank.
 
         Returns:
             the CPU seconds that it took: about what every rank that was forked before will take to do the same.
@@ -134,13 +134,13 @@ class ForkServer:
         return self.preload_what(worth_preloading())
 
     def preload_what(self, modules: Iterable[str]) -> float:
-        """Import these, unless it has; the CPU seconds that it took. Ranks that are forked from now on have them."""
+        """Import these unless it has; return the CPU seconds taken. Ranks that are forked from now on have them."""
         names = [name for name in modules if name not in self._preloaded]
         self._preloaded.update(names)
         return float(self._ask({"do": "preload", "modules": names})) if names else 0.0
 
     def fork(self, connection: int, listener: int | None, **settings: Any) -> int:
-        """Fork a rank that serves on ``connection``; its process id. ``settings``: see :func:`rank.serve`."""
+        """Fork a rank that serves on ``connection``; return its process id. ``settings``: see :func:`rank.serve`."""
         descriptors = [connection] if listener is None else [connection, listener]
         return int(self._ask({"do": "fork", "settings": settings}, descriptors))
 
@@ -149,7 +149,7 @@ class ForkServer:
         self._ask({"do": "signal", "pids": pids, "number": number})
 
     def kill(self, pids: list[int]) -> dict[int, int]:
-        """End ranks and whatever they started; how each ended: its exit code, or minus the signal."""
+        """End ranks and whatever they started; return how each ended: its exit code, or minus the signal."""
         return {int(pid): code for pid, code in self._ask({"do": "kill", "pids": pids}).items()}
 
     def close(self) -> None:
@@ -186,7 +186,7 @@ def _from_nothing(descriptor: int, environment: dict[str, str]) -> subprocess.Po
 
 
 def _leave_the_tests(environment: dict[str, str]) -> None:
-    """Undo in a copy of the test process what belongs to that: its session, its input, and where errors are shown."""
+    """Detach a copy of the test process from its session, its input, and where errors are shown."""
     os.setsid()
     with open(os.devnull) as nothing:
         os.dup2(nothing.fileno(), 0)

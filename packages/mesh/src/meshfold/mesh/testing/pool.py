@@ -80,7 +80,7 @@ class Pool:
         self._collect("joining the process group", _START_TIMEOUT_S, [0] * size)
 
     def run(self, call: Call, what: str, timeout_s: float) -> list[Any]:
-        """Run the call on every rank; the values they return, by rank.
+        """Run the call on every rank; return their values, by rank.
 
         Raises:
             RankFailure: for the first rank that failed; the pool is closed then.
@@ -104,7 +104,7 @@ class Pool:
         return [pickle.loads(answer.payload) if answer.payload else None for answer in answers]
 
     def close(self) -> dict[int, int]:
-        """End the ranks; how each ended (exit code, or minus the signal), by rank."""
+        """End the ranks; return how each ended (exit code, or minus the signal), by rank."""
         ended = self._fork_server.kill(self._pids) if self._pids else {}
         for connection in self._connections:
             connection.close()
@@ -215,7 +215,7 @@ class Pools:
             return False
 
     def end_ranks(self) -> None:
-        """End all ranks; a later call has new ones forked, by the process that forked these."""
+        """End all ranks; the process that forked them forks new ones at a later call."""
         if os.getpid() != self._owner:  # a fork of the test process must not end its parent's ranks
             return
         with self._lock:

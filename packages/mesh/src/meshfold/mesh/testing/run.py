@@ -44,7 +44,7 @@ def copy_for_ranks() -> bool:
 def run_on_ranks(
     n: int, function: Callable[..., R], /, *args: Any, timeout_s: float = DEFAULT_TIMEOUT_S, **kwargs: Any
 ) -> list[R]:
-    """Run a module-level function on every one of ``n`` gloo ranks on the CPU; what each returned, by rank.
+    """Run a module-level function on every one of ``n`` gloo ranks on the CPU; return each rank's result, by rank.
 
     Arguments and results travel by value (pickle). Every call begins with ``torch.manual_seed(0)``, float32 as
     default dtype, gradients on and one thread. ``torch.distributed`` is initialised in the ranks, once per pool.

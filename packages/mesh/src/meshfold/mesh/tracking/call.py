@@ -43,7 +43,7 @@ class Call:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All that are arguments."""
+        """All tensors among the arguments."""
         return [leaf for value in self.given.values() for leaf in tensors_in(value)]
 
     def dims(self, name: str) -> Dims:

@@ -123,7 +123,7 @@ class Tracker(TorchDispatchMode):
         return self.records.dims(tensor)
 
     def mark(self, tensor: Tensor, dims: Dims) -> None:
-        """Say how a tensor lies."""
+        """Set the layout of a tensor."""
         self.records.put(tensor, dims)
 
     def refuse(self, name: str, why: str, *tensors: Tensor, axes: tuple[str, ...] = ()) -> NoReturn:

@@ -54,7 +54,7 @@ class Records:
         return whole_dims(tensor.shape) if found is None else found
 
     def put(self, tensor: Tensor, dims: Dims) -> None:
-        """Say how a tensor lies."""
+        """Set the layout of a tensor."""
         if (known := self._memory.get(_storage(tensor))) is not None:
             known.views.pop(id(tensor), None)
         if not all(map(is_whole, dims)):

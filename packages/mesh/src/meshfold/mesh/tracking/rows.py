@@ -101,7 +101,7 @@ class Rows:
         self.put(tensor, tuple((Factor(n, why),) for n in tensor.shape))
 
     def keep(self, made: Tensor, of: Tensor) -> None:
-        """Say that a tensor has its rows in the dim in which the one has that it was made of; there may be fewer."""
+        """Record that a tensor has its rows in the same dim as the tensor that it was made of; there may be fewer."""
         if self.follows:
             self.put(made, _placed(self.dims(of), tuple(made.shape), fewer=True))
 

@@ -22,7 +22,7 @@ _NUMBERS = ("int", "float", "max", "min", "abs")
 
 
 def meets_float(frame: FrameType, places: Iterable[int], rank: int) -> bool:
-    """Return True if the code that reads a shape in a frame has a float on the left of one of these of its sizes.
+    """Return True if the code that reads a shape in a frame has a float to the left of one of these sizes.
 
     Args:
         frame: where ``x.shape`` or ``x.size()`` is read.

@@ -84,7 +84,7 @@ class RankStatus:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> RankStatus:
-        """Inverse of :meth:`written`."""
+        """Inverse of :meth:`to_json`."""
         words: dict[str, Any] = json.loads(text)
         if words["waiting"] is not None:
             words["waiting"]["ranks"] = tuple(words["waiting"]["ranks"])
@@ -185,7 +185,7 @@ class Diagnosis:
 
     @property
     def interval_s(self) -> float:
-        """Between two signs of life."""
+        """Seconds between two status messages."""
         return min(_BEAT_S, self.limit_s / 4)
 
     def publish(self) -> None:

@@ -112,7 +112,7 @@ class Watchdog:
             self._agreement.look(call)
 
     def stays_away(self, call: Call) -> str | None:
-        """Return a line about a rank that is known not to come to a meeting; None if all may still do."""
+        """Return a line about a rank that is known to miss a meeting; None if all may still come."""
         return self._diagnosis.stays_away(call)
 
     def ended(self, call: Call) -> None:

@@ -1,4 +1,4 @@
-"""An error on one rank: the others are told, and do not wait for that rank until the watchdog's limit.
+"""Errors on one rank: the others learn of them, and do not wait for that rank until the watchdog's limit.
 
 The rank leaves its error in the store in which all met, under a key of its own. Ranks that wait for it, directly or through others,
 find it there and end with it (:mod:`meshfold.mesh.watchdog` looks once a second). Two kinds of errors are no reason to end:
@@ -132,7 +132,7 @@ class Failure:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Failure:
-        """Inverse of :meth:`written`."""
+        """Inverse of :meth:`to_json`."""
         words: dict[str, Any] = json.loads(text)
         return cls(**{**words, "location": ErrorLocation.from_json(words["location"])})
 
@@ -213,7 +213,7 @@ class RankErrors:
         return sorted((one for one in found if self._concerns(one)), key=lambda one: one.order)
 
     def standing_for(self, seconds: float) -> list[Failure]:
-        """Return the same of those that have stood for so long; to be polled."""
+        """Return those of them that have lasted this long; to be polled."""
         found, now = self.from_other_ranks(), time.monotonic()
         self._since = {(one.rank, one.order): self._since.get((one.rank, one.order), now) for one in found}
         return [one for one in found if now - self._since[one.rank, one.order] >= seconds]

@@ -1,4 +1,4 @@
-"""The channels of this process: opened together by a group's ranks when they first push, and where they cannot be."""
+"""The channels of this process: a group's ranks open one together when they first push, or learn why they cannot."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def _open(group: Group, device: torch.device, slot_bytes: int) -> Channel | str:
 
 
 def open_together(group: Group, device: torch.device, what: str, make: Callable[[], T]) -> T | str:
-    """Make what a group's ranks make together in memory that all of them reach; return the first reason against it instead, if any.
+    """Call ``make`` on all ranks of a group, for memory that all of them reach; return the first reason against it instead, if any.
 
     All ranks of the group must call.
 
@@ -159,7 +159,7 @@ def _reason(group: Group, device: torch.device) -> str:
 
 
 def _host() -> str:
-    """Return what only ranks of the same running machine have in common."""
+    """Return a value that only ranks of the same running machine share."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             return f"{socket.gethostname()} {file.read().strip()}"

@@ -71,7 +71,7 @@ class Transport(Protocol):
         ...
 
     def mark(self) -> torch.cuda.Event | None:
-        """Return the point that the current stream has come to; None on a CPU."""
+        """Return the point that the current stream has reached; None on a CPU."""
         ...
 
     def after(self, point: torch.cuda.Event | None) -> None:
