@@ -55,7 +55,7 @@ def split_experts(model: nn.Module, world: World) -> Sequence[nn.Module]:
 
 
 def give_own_tokens(mixtures: Iterable[nn.Module], world: World) -> None:
-    """Let the code of those that tensor parallelism has not met work on this rank's tokens as it likes."""
+    """Give mixtures that tensor parallelism has not converted only this rank's tokens, without tracking."""
     for module in mixtures:
         hooks = (getattr(hook, "__self__", None) for hook in module._forward_pre_hooks.values())
         if not any(isinstance(owner, OwnTokens) for owner in hooks):

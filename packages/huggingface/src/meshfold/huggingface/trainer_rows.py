@@ -44,7 +44,7 @@ class RowsOfBatches(Sampler[list[int]]):
             yield rows[mine.start : mine.stop] or [~rows[0]]
 
     def set_epoch(self, epoch: int) -> None:
-        """Before each; the sampler itself is asked if the Trainer resumes inside an epoch."""
+        """Set the epoch, before it begins; the Trainer asks the sampler itself if it resumes inside an epoch."""
         self.epoch = epoch
 
 
@@ -92,6 +92,6 @@ class Loader(DataLoader[Any]):
     """Loader with ``set_epoch``, as the Trainer expects of accelerate's."""
 
     def set_epoch(self, epoch: int) -> None:
-        """Before each."""
+        """Set the epoch, before it begins."""
         assert isinstance(self.batch_sampler, RowsOfBatches)
         self.batch_sampler.set_epoch(epoch)

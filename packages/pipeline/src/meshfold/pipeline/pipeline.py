@@ -158,7 +158,7 @@ class Pipeline:
 
     @property
     def stages(self) -> dict[int, Stage]:
-        """This rank's, by number, ascending."""
+        """This rank's stages, by number, ascending."""
         return dict(self._stages)
 
     def defer_logits(self, logits: DeferredLogits) -> None:
@@ -174,7 +174,7 @@ class Pipeline:
     # -- training ---------------------------------------------------------------------------------------------------
 
     def step(self, batch: Any, *, scale: float = 1.0) -> Tensor:
-        """Forward and backward of a batch; gradients are added to ``.grad`` as ``loss.backward()`` would.
+        """Run forward and backward of a batch; gradients are added to ``.grad`` as ``loss.backward()`` would.
 
         Args:
             batch: the same on every rank of the axis: token ids ``b s``, a dict of the model's arguments, or a pair
@@ -195,7 +195,7 @@ class Pipeline:
         return self._replicas.filled(self._batches.to_train(batch, unit=unit))
 
     def run(self, works: Sequence[Microbatch], *, scale: float | Tensor = 1.0) -> Tensor:
-        """:meth:`step` for existing micro-batches; their weights should add up to 1."""
+        """Run :meth:`step` on existing micro-batches; their weights should add up to 1."""
         program = self.program(len(works))
         plans = [self._plans.of(work) for work in works]
         self._channels.open(pairs(self.partition.ties), self.device)
@@ -217,7 +217,7 @@ class Pipeline:
         return self.measure_work(self.split(batch)[0], repeats)
 
     def measure_work(self, work: Microbatch, repeats: int = 3) -> Costs:
-        """:meth:`measure` for an existing micro-batch."""
+        """Run :meth:`measure` on an existing micro-batch."""
         plan, group = self._plans.of(work), self.mesh.group(self.axis)
         with preserved_buffers(self.module):
             return measure(self._stages, work, plan, group, len(self.stage_ranks), self.device, repeats)
@@ -253,7 +253,7 @@ class Pipeline:
 
     @torch.no_grad()
     def assess(self, works: Sequence[Microbatch]) -> Tensor:
-        """:meth:`evaluate` for existing micro-batches."""
+        """Run :meth:`evaluate` on existing micro-batches."""
         total: Tensor | None = None
         with eval_mode(self.module), ExitStack() as opened:
             for work in works:

@@ -164,7 +164,7 @@ class SequenceSharding:
 
 @lru_cache(maxsize=64)
 def inverse_of(sharding: SequenceSharding) -> Tensor:
-    """:meth:`SequenceSharding.inverse`, kept."""
+    """Return :meth:`SequenceSharding.inverse`, cached."""
     return sharding.inverse()
 
 
@@ -179,7 +179,7 @@ def check_order(order: str) -> str:
 
 
 def check_documents(documents: Sequence[int] | Tensor, length: int) -> tuple[int, ...]:
-    """Cumulative lengths of packed documents as a tuple: 0, the end of the first, ..., the length of the sequence.
+    """Return the cumulative lengths of packed documents as a tuple: 0, the end of the first, ..., the length of the sequence.
 
     Raises:
         LayoutError: if they are anything else.

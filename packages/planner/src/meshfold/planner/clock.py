@@ -82,7 +82,7 @@ class Work:
         )
 
     def minus(self, earlier: Work) -> Work:
-        """Return what was counted since."""
+        """Return the work counted since another."""
         found = Counter(self.operators)
         found.subtract(earlier.operators)
         return Work(

@@ -72,13 +72,13 @@ class Link:
     by_size: tuple[tuple[float, float], ...] = ()
 
     def seconds(self, sent: float, calls: int = 1) -> float:
-        """Return the seconds of so many calls that send so many bytes together."""
+        """Return the seconds of some calls that together send ``sent`` bytes."""
         if len(self.by_size) < 2 or calls < 1:
             return calls * self.latency + sent / self.rate
         return calls * self._of_call(sent / calls)
 
     def _of_call(self, sent: float) -> float:
-        """Return the seconds of a call: on the line between its neighbours, as the smallest below all, on the last line above."""
+        """Return the seconds of a call: interpolated between measured sizes; below all, the smallest's; above, extrapolated."""
         if sent <= self.by_size[0][0]:
             return self.by_size[0][1]
         upper = min(bisect_left(self.by_size, sent, key=lambda pair: pair[0]), len(self.by_size) - 1)

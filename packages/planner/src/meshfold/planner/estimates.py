@@ -195,7 +195,7 @@ class Estimate:
 
 @dataclass(frozen=True, kw_only=True)
 class Times:
-    """Seconds of an optimizer step by what they are for.
+    """Seconds of an optimizer step by purpose.
 
     Attributes:
         compute: operators of forwards and backwards, one after the other.
@@ -252,7 +252,7 @@ def step_speed(found: Estimate, machine: Machine, precision: str) -> StepSpeed:
 
 
 def step_times(found: Estimate, machine: Machine, precision: str) -> Times:
-    """Return the seconds that a step takes on a machine, by what they are for."""
+    """Return the seconds that a step takes on a machine, by purpose."""
     mesh = Mesh(found.spec.axes, rank=0)
     spent = {"tensor": 0.0, "data": 0.0}
     for entry in found.traffic:

@@ -170,7 +170,7 @@ def estimate(
 
 
 def _described(engine: Engine, spec: ParallelSpec, tokens: int, fp8_gather: str) -> Estimate:
-    """Return what is known of an engine without a step: its parameters, and what was done to its layers."""
+    """Return what an engine shows without a step: its parameters, and the changes to its layers."""
     report = engine.report
     return Estimate(
         spec=spec,
@@ -317,7 +317,7 @@ def suggest_change(
     """
 
     def helps(spec: ParallelSpec, blocks: str | None, micro_steps: int) -> bool | None:
-        """Return whether it fits then; None if that is refused."""
+        """Return True if it fits then; None if the change is refused."""
         try:
             return fits(again(spec, blocks, micro_steps), machine)
         except MeshfoldError:

@@ -176,7 +176,7 @@ class Finding:
         return cls(phase="loss", micro_step=micro_step, rank=rank)
 
     def key(self) -> tuple[int, int, int, int, int]:
-        """Smaller is earlier."""
+        """Sort key: a smaller one is earlier."""
         stage = -self.stage if self.phase == "backward" else self.stage
         return self.micro_step, _PHASES.index(self.phase), stage, self.order, self.rank
 

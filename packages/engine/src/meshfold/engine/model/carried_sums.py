@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class CarriedRoutingSums:
-    """See :class:`meshfold.pipeline.runtime.Carried`: of each router its counts, probabilities, squares and tokens.
+    """See :class:`meshfold.pipeline.runtime.Carried`: for each router its counts, probabilities, squares and tokens.
 
     Each micro-batch is balanced by itself, over its tokens on all data ranks.
     """

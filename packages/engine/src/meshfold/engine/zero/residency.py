@@ -199,7 +199,7 @@ class Residency:
         self._watcher.end()
 
     def end(self) -> None:
-        """After the backward."""
+        """Record the end of the backward."""
         self._watcher.end()
 
     def stepped(self) -> None:

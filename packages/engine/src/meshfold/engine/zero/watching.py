@@ -117,7 +117,7 @@ class Watcher:
         return PhaseSeconds(median(x.forward for x in self.times), median(x.backward for x in self.times))
 
     def end(self) -> None:
-        """After the backward."""
+        """Record the end of the backward."""
         tracer = self._tracer
         self._phases.end()
         self.stop()

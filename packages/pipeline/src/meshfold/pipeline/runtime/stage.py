@@ -274,7 +274,7 @@ class StagedModel:
 
     @property
     def module(self) -> nn.Module:
-        """The model with only that in it."""
+        """The model, reduced to this rank's stages."""
         return self.partition.model
 
 
@@ -345,7 +345,7 @@ def _device(device: torch.device | str | None, model: nn.Module) -> torch.device
 
 
 class TransferPlans:
-    """Made when a shape is first seen, by running the model's forward on meta tensors.
+    """Plans by shape, each made when its shape is first seen, by running the model's forward on meta tensors.
 
     Attributes:
         looks: such a forward runs.

@@ -192,7 +192,7 @@ class Programs:
         return next((m for m in range(ranks, groups + 1, ranks) if groups % m == 0), min(ranks, groups))
 
     def training(self, microbatches: int) -> Program:
-        """Forward and backward.
+        """Return the program of forwards and backwards.
 
         Raises:
             SpecError: if the schedule for this number of micro-batches has its stages on other ranks.

@@ -64,7 +64,7 @@ def interleaved(*, ranks: int, microbatches: int, chunks: int = 2) -> Lists:
 
 
 def zb_h1(*, ranks: int, microbatches: int) -> Lists:
-    """1F1B's memory and a third of its bubble (Qi et al. 2023, arXiv 2401.10241, section 2.2).
+    """Make a schedule with 1F1B's memory and a third of its bubble (Qi et al. 2023, arXiv 2401.10241, section 2.2).
 
     Bubble (p - 1)(TF + TB - TW); every rank holds at most p micro-batches.
     """
@@ -72,7 +72,7 @@ def zb_h1(*, ranks: int, microbatches: int) -> Lists:
 
 
 def zb_h2(*, ranks: int, microbatches: int) -> Lists:
-    """Have no bubble if TF = TB = TW, for nearly twice 1F1B's memory (arXiv 2401.10241, section 2.3).
+    """Make a schedule without a bubble if TF = TB = TW, for nearly twice 1F1B's memory (arXiv 2401.10241, section 2.3).
 
     Bubble (p - 1)(TF + TB - 2 TW) in the longest span of a rank; every rank holds at most 2 p - 1 micro-batches.
     """
@@ -143,7 +143,7 @@ every list leaves out the missing ones and keeps the order of the rest.
 
 
 def zb_v(*, ranks: int, microbatches: int) -> Lists:
-    """Have no bubble if TF = TB = TW, at 1F1B's memory (Qi et al. 2023, arXiv 2401.10241, section 6).
+    """Make a schedule without a bubble if TF = TB = TW, at 1F1B's memory (Qi et al. 2023, arXiv 2401.10241, section 6).
 
     A rank holds at most 2 p activations of a stage, p of a rank.
     """

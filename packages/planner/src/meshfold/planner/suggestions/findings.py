@@ -1,4 +1,4 @@
-"""Outcomes of a search so far: plans, refusals, and what both tell of candidates that are alike."""
+"""Outcomes of a search so far: plans, refusals, and what these say about similar candidates."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Findings:
         )
 
     def likely_seconds(self, family: Family) -> float:
-        """Return the expected seconds of a family: of its likely profile, times what traced layouts took that are alike."""
+        """Return the expected seconds of a family: those of its likely profile, scaled by what similar traced layouts took."""
         _, outlook = self.expected[str(family.spec.to_dict())]
         ratio = 1.0
         for kind in kinds_of(family):
@@ -79,7 +79,7 @@ class Findings:
         return outlook.seconds * ratio
 
     def ratio(self, candidate: Candidate) -> tuple[float, float]:
-        """Return the seconds and bytes of planned candidates that are alike, by their outlooks'."""
+        """Return the seconds and bytes in plans of similar candidates, divided by those of their outlooks."""
         return self._ratios.get(likeness(candidate), (1.0, 1.0))
 
     def is_shown(self, candidate: Candidate) -> bool:

@@ -35,7 +35,7 @@ class Family:
 
     @property
     def layout(self) -> ParallelSpec:
-        """The spec whose one micro-step tells what any of the family's does: without stages; without data unless experts use it."""
+        """The spec whose micro-step shows the costs of the whole family: without stages; without data unless experts use it."""
         data = self.data if self.spec.expert is not None else 1
         return replace(self.spec, pipeline=None, data=data, written="")
 

@@ -1,4 +1,4 @@
-"""Common traits of families and candidates: what is known of one is expected of others with the same."""
+"""Common traits of families and candidates: results of one are expected of others with the same traits."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def kinds_of(family: Family) -> list[tuple[str, ...]]:
 
 
 def likeness(candidate: Candidate) -> Any:
-    """Return what candidates share whose plans differ from their outlooks in the same way."""
+    """Return the traits shared by candidates whose plans differ from their outlooks in the same way."""
     zero = candidate.spec.zero
     return (
         str(candidate.family.layout.to_dict()),
@@ -32,5 +32,5 @@ def likeness(candidate: Candidate) -> Any:
 
 
 def group_of(candidate: Candidate) -> Any:
-    """Return what options that are shown differ in: ranks, and whether there is ``zero``."""
+    """Return what distinguishes the options shown: their ranks, and if they have ``zero``."""
     return str(candidate.family.spec.to_dict()), candidate.spec.zero is not None

@@ -86,7 +86,7 @@ class Outlook:
     state: float
 
     def costs(self) -> dict[str, float]:
-        """Return the seconds by what they are for, longest first."""
+        """Return the seconds by purpose, longest first."""
         parts = {
             "compute": self.compute,
             "messages that the next operator waits for": self.waits,

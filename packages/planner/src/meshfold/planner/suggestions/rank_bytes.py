@@ -110,7 +110,7 @@ class RankBytes:
         return (share if rank == 0 else 0.0) + ((1 - share) if rank == self._last else 0.0)
 
     def _at_once(self, rank: int, live: Sequence[float] | None) -> float:
-        """Return the micro-batches that a rank holds at most, each of all its stages."""
+        """Return the most micro-batches that a rank holds at once, over all its stages."""
         if self.pipeline is None or self.stages == 1:
             return 1.0
         if live is not None:
@@ -162,7 +162,7 @@ class RankBytes:
         return fixed + most, parameters + state + gradients * late
 
     def _share_to_repeat(self, limit: float) -> float:
-        """Return the share of blocks that a plan must let compute their activations again to fit."""
+        """Return the share of blocks that must recompute their activations for the plan to fit."""
         without, with_all = (
             max(self._with_zero(rank, None, repeated)[0] if self.zero is not None else 0.0 for rank in self._looked_at)
             for repeated in (0.0, 1.0)

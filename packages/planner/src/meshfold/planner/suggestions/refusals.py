@@ -1,4 +1,4 @@
-"""Sentences for a search that finds nothing: what is wrong, and what would do."""
+"""Sentences for a search that finds nothing: what is wrong, and what would help."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def undivided(batch_size: int, seq_len: int, ranks: int) -> str:
 
 
 def too_large(machine: Machine) -> str:
-    """Say of a family that none of its candidates fits."""
+    """Say that none of a family's candidates fits."""
     return f"no setting of it fits in {format_bytes(round(machine.memory))}"
 
 

@@ -32,7 +32,7 @@ def idle_share(pipeline: PipelineSpec) -> float:
 
 
 def live_microbatches(pipeline: PipelineSpec | None, microbatches: int) -> float:
-    """Return the micro-batches whose activations a rank holds at most, of all its stages."""
+    """Return the most micro-batches whose activations a rank holds, over all its stages."""
     assert pipeline is not None
     size = pipeline.size
     most = {"gpipe": microbatches, "zb-h2": 2 * size - 1, "dualpipe-v": size + 0.5}

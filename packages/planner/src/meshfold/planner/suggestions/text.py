@@ -64,7 +64,7 @@ def suggestion_table(found: Suggestion) -> str:
 
 
 def losers_table(found: Suggestion, most: int = _REJECTED) -> str:
-    """Return why other families lose, in a line each: those that were looked at first; empty if there are none."""
+    """Return why other families lose, one line each, in the order of the search; empty if there are none."""
     lines: list[str] = []
     for one in sorted(found.rejected, key=lambda one: (one.outlook is None, one.seconds)):
         words = family_words(one.family)
@@ -99,7 +99,7 @@ def family_words(family: Family) -> str:
 
 
 def breakdown(option: Option, best: Option | None = None) -> str:
-    """Return what a step's seconds are for, beside those of the best spec if it is another."""
+    """Return what a step spends its seconds on, next to the best spec's if that is another one."""
     mine = option.outlook.costs()
     theirs = {} if best is None or best is option else best.outlook.costs()
     rows: list[tuple[str, ...]] = [("seconds of a step", "this spec", *(["the best"] if theirs else []))]
@@ -192,7 +192,7 @@ def pareto_front(points: list[tuple[float, float]]) -> list[tuple[float, float]]
 
 
 def _shortest(spec: dict[str, Any]) -> dict[str, Any]:
-    """Return a spec without what is the default anyway."""
+    """Return a spec without settings that are the default."""
     found: dict[str, Any] = {}
     for name, value in spec.items():
         if name == "data" and value == 1:

@@ -104,7 +104,7 @@ class ChunkGradient:
     # -- while backward runs ------------------------------------------------------------------------------------
 
     def expect(self, kind: BackwardRole) -> None:
-        """Before a backward; on all ranks. What several leave for one reduction is added up in the dtype of the sum."""
+        """Prepare for a backward, on all ranks. Gradients that several leave for one reduction are added in the sum's dtype."""
         self._is_wide |= kind == "apart" or (kind == "more" and not self._every_time)
 
     def begin(self) -> None:

@@ -59,7 +59,7 @@ class Held:
     def sections(
         self, spans: Sequence[tuple[int, int]], *, change: bool, now: bool = False
     ) -> Iterator[tuple[int, int, int, AdamState]]:
-        """The state of some runs of elements, in turn: which run, from and to which element, and views.
+        """Yield the state of some runs of elements in turn: which run, from and to which element, and views.
 
         State on disk comes in pieces, and its views are valid until the next one.
 

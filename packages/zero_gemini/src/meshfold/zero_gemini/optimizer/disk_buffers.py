@@ -133,7 +133,7 @@ class Ring:
 
     @contextmanager
     def open(self, piece: Piece, *, change: bool, now: bool = False) -> Iterator[dict[str, Tensor]]:
-        """A piece's planes, in memory inside the block.
+        """Context manager: a piece's planes, in memory inside the block.
 
         Args:
             piece: which.

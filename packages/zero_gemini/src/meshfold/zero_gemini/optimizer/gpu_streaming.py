@@ -63,7 +63,7 @@ class HostState:
     gradient: Tensor
 
     def planes_up(self) -> tuple[Plane, ...]:
-        """Return all that is copied up, in order."""
+        """Return all planes that are copied up, in order."""
         return (Plane("", self.weights.dtype), Plane("gradient", self.gradient.dtype), *self.planes)
 
 
@@ -86,7 +86,7 @@ class GpuStreaming:
     _going_up: deque[torch.cuda.Event] = field(default_factory=deque)
 
     def __post_init__(self) -> None:
-        """Takes its memory.
+        """Allocate the buffers.
 
         Raises:
             OutOfBudget: if the device has too little memory left.
@@ -136,7 +136,7 @@ class GpuStreaming:
         return Arrival(last)
 
     def close(self) -> None:
-        """Give the memory back; nothing may be on its way."""
+        """Release the memory; no copy may be in flight."""
         for slot in self._slots:
             if slot.free is not None:
                 slot.free.synchronize()

@@ -108,13 +108,13 @@ class Stepper(Protocol):
         """Return the optimizer's tensors of a chunk on this rank, by parameter and key."""
 
     def read(self, name: str, key: str) -> Tensor:
-        """Return one of them: this rank's elements, flat, or a number."""
+        """Return one of these tensors: this rank's elements, flat, or a number."""
 
     def parts(self, name: str, key: str | None) -> StoredValue:
-        """Return one of them, or for None the master weights, as in memory; read it if it is on disk."""
+        """Return one of these tensors, or for None the master weights, as in memory; read it if it is on disk."""
 
     def write(self, name: str, key: str, value: Tensor) -> None:
-        """Set one of them."""
+        """Set one of these tensors."""
 
     def snapshot(self) -> AdamSnapshot | None:
         """Return views of all state, for any thread, valid until the next step or move; None if not possible."""

@@ -66,11 +66,11 @@ class ChunkStep:
 
     @property
     def spans(self) -> list[tuple[int, int]]:
-        """From and to which elements the runs go."""
+        """Ranges of elements that the runs cover."""
         return [(run.begin, run.end) for run in self.runs]
 
     def at_once(self) -> None:
-        """Run all of it, now."""
+        """Run the whole step now."""
         self._do(adam_step)
 
     @property
@@ -143,7 +143,7 @@ class ChunkStep:
         return self.runs == other.runs and float(self.factor) == float(other.factor)
 
     def speculative(self, ready: Arrival, wanted: Callable[[], bool], streaming: GpuStreaming | None = None) -> Halves:
-        """Run all of it into the shadow copy, which may become current; the runs must cover the whole shard.
+        """Run the whole step into the shadow copy, which may become current; the runs must cover the whole shard.
 
         Args:
             ready: returns when the gradient is there.

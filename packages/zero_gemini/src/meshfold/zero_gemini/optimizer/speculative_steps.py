@@ -49,7 +49,7 @@ class SpeculativeSteps:
         return self._on and self.alike >= SPECULATE_AFTER_STEPS
 
     def begin(self) -> None:
-        """Before a backward that may be a step's last, in which speculative steps are made."""
+        """Prepare for a backward that may be a step's last, in which speculative steps are made."""
         if self._sums:
             self.give_up()
         else:

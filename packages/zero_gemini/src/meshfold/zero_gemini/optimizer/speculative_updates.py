@@ -78,6 +78,6 @@ class SpeculativeUpdates:
             update.step.held.exchange()
 
     def land_all(self) -> None:
-        """Do the same for all chunks."""
+        """Call :meth:`land` for all chunks."""
         for chunk in [*self._kept]:
             self.land(chunk)

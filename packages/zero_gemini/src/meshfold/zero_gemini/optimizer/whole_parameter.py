@@ -296,7 +296,7 @@ class WholeStepper(StepsAtOnce):
         return paths.flatten(state)
 
     def read(self, name: str, key: str) -> Tensor:
-        """Return one of them, in its shape, on the rank that owns the parameter."""
+        """Return one of the optimizer's tensors, in its shape, on the rank that owns the parameter."""
         return self._leaves(name)[key]
 
     def parts(self, name: str, key: str | None) -> StoredValue:
@@ -304,7 +304,7 @@ class WholeStepper(StepsAtOnce):
         return StoredValue((self.master(name) if key is None else self.read(name, key).detach(),))
 
     def write(self, name: str, key: str, value: Tensor) -> None:
-        """Set one of them: the whole tensor, on the rank that owns the parameter; do nothing elsewhere."""
+        """Set one of the optimizer's tensors: the whole tensor, on the rank that owns the parameter; do nothing elsewhere."""
         if name not in self._weights:
             return
         parameter = self._weights[name]

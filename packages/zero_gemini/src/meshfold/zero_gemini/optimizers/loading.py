@@ -1,4 +1,4 @@
-"""Loading state to the bit: torch's own load_state_dict would cast all of it to the parameter's dtype."""
+"""Bit-exact loading of optimizer state: torch's own load_state_dict would cast all of it to the parameter's dtype."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class _Sealed:
 
 @contextmanager
 def exactly(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Inside, ``load_state_dict`` copies state unchanged.
+    """Context manager: inside, ``load_state_dict`` copies state unchanged.
 
     Hooks do this, after the user's own hooks and before the post-hooks of the load, which then see what they would see of any
     optimizer.

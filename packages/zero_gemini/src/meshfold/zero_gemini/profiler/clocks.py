@@ -127,18 +127,18 @@ class PhaseClock:
         self._stalls: list[tuple[int, Any, Any]] = []  # phase, start, end
 
     def begin(self) -> None:
-        """Before the forward."""
+        """Start timing, before the forward."""
         self._watching.close()
         self._marks, self._stalls = [self._clock.mark()], []
         self._watching.enter_context(self._waiting.watched(self._stalled))
 
     def turn(self) -> None:
-        """Before the backward. Of several the first counts."""
+        """Mark the start of the backward; of several calls the first counts."""
         if len(self._marks) == 1:
             self._marks.append(self._clock.mark())
 
     def end(self) -> None:
-        """After the backward."""
+        """Stop timing, after the backward."""
         if len(self._marks) == 2:
             self._marks.append(self._clock.mark())
         self.stop()

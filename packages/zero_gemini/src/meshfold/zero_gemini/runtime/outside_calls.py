@@ -103,7 +103,7 @@ class OutsideCalls:
                 self._unhook()
 
     def begin(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Before a submodule's forward."""
+        """Record that a submodule's forward begins."""
         self.called = module
         changed = False
         for watch in self._watches:
@@ -113,7 +113,7 @@ class OutsideCalls:
         return (args, kwargs) if changed else None
 
     def end(self, module: nn.Module, args: Any, output: Any) -> None:
-        """After it. ``output`` is None if it raised: then backward does not reach it."""
+        """Record its end. ``output`` is None if it raised: then backward does not reach it."""
         self.called = None
         if output is not None:
             for watch in self._watches:
