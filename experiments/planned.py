@@ -92,7 +92,7 @@ def planned(
 ) -> dict[str, Any]:
     """Return the plan of a step as JSON can hold it.
 
-    ``GB`` are what a GPU holds at its fullest moment, ``host GB`` what all ranks of a node hold there. ``TFLOP/s`` are those of a
+    ``GB`` are what a GPU holds at its peak, ``host GB`` what all ranks of a node hold then. ``TFLOP/s`` are those of a
     GPU by the count of these papers: 8 operations a parameter and token, recomputation included.
 
     Args:

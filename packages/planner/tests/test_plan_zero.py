@@ -290,7 +290,7 @@ def test_plan_in_words_pictures_and_json(tmp_path: Path, capsys: pytest.CaptureF
     assert main([*words, "--timeline", str(picture), "--trace", str(trace)]) == 0
     shown = capsys.readouterr().out
     for part in (
-        "at its fullest moment",
+        "at its peak",
         "it fits",
         "gpt-small on h200",
         "policy cpu",

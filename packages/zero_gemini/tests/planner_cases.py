@@ -48,7 +48,7 @@ def stack(
         tokens: of this rank.
         kept_bytes: activations of one layer that keeping holds besides its checkpoint.
         checkpoint_bytes: the input of one layer, held from its forward to its backward.
-        working_bytes: what any moment needs besides.
+        working_bytes: what any timestep needs besides.
     """
     forward = machine.seconds(2.0 * layer_elems * tokens)
     last = 2 * layers - 1

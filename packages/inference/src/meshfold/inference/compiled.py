@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from meshfold.inference.row_kernels import replaced_forwards
+
 _MOST_VERSIONS = 64
 """compiled versions of a block: one for each number of rows"""
 
@@ -27,12 +29,11 @@ class CompiledBlocks:
         backend: of torch.compile.
         """
         layers = set(attention)
-        self._forwards: list[tuple[nn.Module, Callable[..., Any]]] = []
+        self._forwards: dict[nn.Module, Callable[..., Any]] = {}
         for module in model.modules():
             for block in module if isinstance(module, nn.ModuleList) else ():
                 if not layers.isdisjoint(block.modules()):
-                    forward = torch.compile(block.forward, backend=backend, dynamic=False)
-                    self._forwards.append((block, forward))
+                    self._forwards[block] = torch.compile(block.forward, backend=backend, dynamic=False)
 
     @contextmanager
     def entered(self) -> Iterator[None]:
@@ -40,15 +41,9 @@ class CompiledBlocks:
         from torch._dynamo import config as dynamo
         from torch._inductor import config as inductor
 
-        before = [vars(block).get("forward") for block, _ in self._forwards]
-        for block, forward in self._forwards:
-            block.__dict__["forward"] = forward
-        try:
-            with inductor.patch(coordinate_descent_tuning=True), dynamo.patch(recompile_limit=_MOST_VERSIONS):
-                yield
-        finally:
-            for (block, _), own in zip(self._forwards, before, strict=True):
-                if own is None:
-                    del block.__dict__["forward"]
-                else:
-                    block.__dict__["forward"] = own
+        with (
+            replaced_forwards(self._forwards),
+            inductor.patch(coordinate_descent_tuning=True),
+            dynamo.patch(recompile_limit=_MOST_VERSIONS),
+        ):
+            yield

@@ -19,7 +19,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from meshfold.inference.row_kernels import ENDS, gain_of, is_own_block, own_block, sharded_layer, submodule
+from meshfold.inference.row_kernels import (
+    ENDS,
+    gain_of,
+    is_own_block,
+    own_block,
+    replaced_forwards,
+    sharded_layer,
+    submodule,
+)
 from meshfold.kernels import (
     OneShotMemory,
     one_shot_bytes,
@@ -146,19 +154,12 @@ class FusedSums:
     @contextmanager
     def entered(self) -> Iterator[None]:
         """Context manager: layers and norms compute in this way."""
-        before = {module: vars(module).get("forward") for module in self._forwards}
-        for module, forward in self._forwards.items():
-            module.__dict__["forward"] = forward
         try:
-            yield
+            with replaced_forwards(self._forwards):
+                yield
         finally:
             self._stream = self._ready = None
             self._added.clear()
-            for module, own in before.items():
-                if own is None:
-                    del module.__dict__["forward"]
-                else:
-                    module.__dict__["forward"] = own
 
     def begin(self) -> None:
         """Begin a token. Call it before each forward of the model."""

@@ -8,8 +8,8 @@ nothing: the code that makes the kernels compares a row with and without them (`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -31,6 +31,22 @@ _GATED = (("gate_up", "gate_up", "down"), ("gate_proj", "up_proj", "down_proj"))
 """Layers of an MLP: gate, up (or both in one) and down."""
 ENDS = ("attn.out", "mlp.down")
 """Layers whose output a block of ours adds to the stream."""
+
+
+@contextmanager
+def replaced_forwards(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
+    """Context manager: modules run these forwards inside, then their own again."""
+    before = {module: vars(module).get("forward") for module in forwards}
+    for module, forward in forwards.items():
+        module.__dict__["forward"] = forward
+    try:
+        yield
+    finally:
+        for module, own in before.items():
+            if own is None:
+                del module.__dict__["forward"]
+            else:
+                module.__dict__["forward"] = own
 
 
 class RowKernels:
@@ -76,20 +92,9 @@ class RowKernels:
     def __bool__(self) -> bool:
         return bool(self._forwards)
 
-    @contextmanager
-    def entered(self) -> Iterator[None]:
-        """Context manager: the layers compute by these kernels."""
-        before = {module: vars(module).get("forward") for module in self._forwards}
-        for module, forward in self._forwards.items():
-            module.__dict__["forward"] = forward
-        try:
-            yield
-        finally:
-            for module, own in before.items():
-                if own is None:
-                    del module.__dict__["forward"]
-                else:
-                    module.__dict__["forward"] = own
+    def entered(self) -> AbstractContextManager[None]:
+        """Return a context manager in which the layers compute by these kernels."""
+        return replaced_forwards(self._forwards)
 
     def _take_norm(self, block: nn.Module, name: str, readers: tuple[str, ...]) -> None:
         norm = getattr(block, name, None)

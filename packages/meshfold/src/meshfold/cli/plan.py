@@ -70,7 +70,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--timeline",
         metavar="FILE",
-        help="draw what is on a device at every moment under zero, or a schedule: .svg, .png",
+        help="draw what is on a device at every timestep under zero, or a schedule: .svg, .png",
     )
     parser.add_argument("--trace", metavar="FILE.json", help="the same for chrome://tracing")
     parser.add_argument("--report", action="store_true", help="also show what becomes of each submodule")

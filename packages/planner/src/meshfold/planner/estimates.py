@@ -42,12 +42,12 @@ Muon and GaLore on AdamW keep two of embeddings, head, norms and biases.
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Bytes that rank 0 holds at the fullest moment of a step.
+    """Bytes that rank 0 holds at the peak of a step.
 
     Attributes:
         parameters: in the precision that the model computes with; also in fp8, where weights are cast once a step.
         masters: separate master weights (bf16 and fp16).
-        gradients: of the master weights, those that are there at that moment: none in the first forward.
+        gradients: of the master weights, those that exist then: none in the first forward.
         optimizer: the optimizer's state.
         activations: all else that is alive then: what autograd keeps for backward, with flash attention, and what operators
             make and read.
@@ -67,7 +67,7 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """Bytes on the device at the fullest moment."""
+        """Bytes on the device at the peak."""
         return self.parameters + self.masters + self.gradients + self.optimizer + self.activations + self.channels
 
     def update_bytes(self, *, clip: bool) -> int:

@@ -231,7 +231,7 @@ def plan_memory(
 def _plain_steps(
     engine: Engine, rows: Any, accumulate: int, stand_in: DryRun, optimizer: str
 ) -> tuple[list[Entry], Work, Memory, Memory]:
-    """Return the collectives and operators of a step without ``zero``, and the memory before its end and at its fullest moment."""
+    """Return the collectives and operators of a step without ``zero``, and the memory before its end and at its peak."""
     states = engine.states
     assert isinstance(states, PlainStates)  # there is no zero entry
     parameters = list(engine.model.parameters())

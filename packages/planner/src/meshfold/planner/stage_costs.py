@@ -140,7 +140,7 @@ def _costs_of(
 
 
 def fullest_moment(actions: Sequence[Action], stages: Sequence[StageCosts], gradients: int) -> tuple[int, int]:
-    """Return the most bytes beside weights and optimizer state of a rank: those of gradients, and all others.
+    """Return the peak bytes of a rank beside weights and optimizer state: those of gradients, and all others.
 
     Args:
         actions: the rank's.

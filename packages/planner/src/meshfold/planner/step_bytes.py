@@ -1,4 +1,4 @@
-"""Bytes that are alive in a step without ``zero``, operator by operator on meta tensors, and the fullest moment."""
+"""Bytes that are alive in a step without ``zero``, operator by operator on meta tensors, and their peak."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class StepBytes(LiveBytes):
         return most, now
 
     def with_state(self, state: Memory) -> Memory:
-        """Return the memory at the fullest moment, of a rank that has this state at the end of the last backward."""
+        """Return the memory at the peak, of a rank that has this state at the end of the last backward."""
         self._look()
         gradients = min(self._gradients, self._most)
         return replace(state, gradients=gradients, activations=self._most - gradients)

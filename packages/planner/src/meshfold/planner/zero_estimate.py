@@ -290,7 +290,7 @@ def second_operands(windows: Sequence[tuple[int, int]], workload: Workload) -> i
 
 
 def memory_of(found: Plan) -> Memory:
-    """Return the memory of a plan at its fullest timestep."""
+    """Return the memory of a plan at its peak."""
     kinds = max(timeline(found), key=lambda moment: moment.bytes).kinds
     return Memory(
         parameters=kinds["resident parameters"] + kinds["gathered"],

@@ -185,7 +185,7 @@ def of_words(words: dict[str, Any]) -> Trace:
 
 
 def worst(traces: Sequence[Trace], *, seconds: Callable[[list[float]], float] = max) -> Trace:
-    """Return the worst case of several traces of one step: at every moment the most bytes, and the most or the least seconds.
+    """Return the worst case of several traces of one step: at every timestep the most bytes, and the most or the least seconds.
 
     Traces with other moments than the first's have only their peak in common with it. Layers are those that all of the
     others saw recomputed.

@@ -96,7 +96,7 @@ def memory_table(found: Estimate) -> str:
     share = found.local_parameters / found.parameters if found.parameters else 1.0
     note = f"{found.local_parameters:,} of {found.parameters:,} ({share:.1%})"
     if zero:
-        note = f"of {found.local_parameters:,}, in chunks: what stays and what is gathered at that moment"
+        note = f"of {found.local_parameters:,}, in chunks: what stays and what is gathered at the peak"
     kept = (
         "and all else that computing takes" if zero else "and all else then: attention without scores, cuBLAS, buffers"
     )
@@ -122,7 +122,7 @@ def memory_table(found: Estimate) -> str:
     lines += [f"{name:<17}{format_bytes(size):>12}  {note}" for name, size, note in others if size]
     title = "a rank holds" if found.pipeline is None else "the fullest rank of the pipeline holds"
     placed = ", with everything on its device" if zero and found.refusal else ""
-    title = f"{title}{placed}, at its fullest moment"
+    title = f"{title}{placed}, at its peak"
     return "\n".join([title, *lines])
 
 

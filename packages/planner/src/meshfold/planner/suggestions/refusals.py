@@ -44,7 +44,7 @@ def unfitting(
         refused: families that lost without a plan.
         least: bytes of a rank by the smallest outlook; 0 without one.
     """
-    where = f"nothing fits in {format_bytes(round(machine.memory))} a device on {ranks} ranks of {machine.name}"
+    where = f"nothing fits in {format_bytes(round(machine.memory))} a device on {ranks} rank{'s' * (ranks > 1)} of {machine.name}"
     if not planned:
         refusals = [one.why for one in refused]
         if refusals and too_large(machine) not in refusals:

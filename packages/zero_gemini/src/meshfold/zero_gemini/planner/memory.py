@@ -1,4 +1,4 @@
-"""Bytes of a choice: on the GPU at every moment, on the host, on disk.
+"""Bytes of a choice: on the GPU at every timestep, on the host, on disk.
 
 Source: design of the split master; per element ``parameter`` + ``state`` where the state lives (12 bytes in regime A), 2
 more for a gradient that is held for clipping. Arenas on the host and on disk are allocated once, so they do not change
@@ -39,7 +39,7 @@ def gather_windows(chunk: ChunkCost, workload: Workload) -> tuple[tuple[int, int
 
 
 def gpu_kinds(workload: Workload) -> dict[str, Floats]:
-    """Return the bytes of every chunk on the GPU by kind; each: chunk option moment."""
+    """Return the bytes of every chunk on the GPU by kind; each: chunk option timestep."""
     n, moments, regime = len(workload.chunks), workload.moments, workload.regime
     out = {kind: np.zeros((n, 5, moments)) for kind in KINDS[2:]}
     for i, chunk in enumerate(workload.chunks):
@@ -79,7 +79,7 @@ def _gradient_bytes(chunk: ChunkCost, workload: Workload) -> Floats:
 
 
 def layer_bytes(workload: Workload) -> Floats:
-    """Return the bytes of kept activations; layer kept moment."""
+    """Return the bytes of kept activations; layer kept timestep."""
     out = np.zeros((len(workload.layers), 2, workload.moments))
     for j, layer in enumerate(workload.layers):
         out[j, 1, layer.first : layer.last + 1] = layer.kept_bytes
@@ -125,12 +125,12 @@ def gradient_ring(workload: Workload) -> int:
 
 
 def memory_table(workload: Workload, strategy: str, mode: str, gpu: Floats, streaming_bytes: int = 0) -> Table:
-    """Rows: GPU bytes at every moment, then host, then disk. ``gpu`` is the sum of :func:`gpu_kinds`.
+    """Rows: GPU bytes at every timestep, then host, then disk. ``gpu`` is the sum of :func:`gpu_kinds`.
 
     ``streaming_bytes`` are the GPU's as soon as state lives on the host.
     """
     build = Builder(len(workload.chunks), len(workload.layers))
-    moments = [f"gpu at moment {t}" for t in range(workload.moments)]
+    moments = [f"gpu at timestep {t}" for t in range(workload.moments)]
     others = np.array(workload.non_model_bytes) + (0 if mode == GPU_ONLY else streaming_bytes)
     build.add(*moments, base=others, chunk=gpu, layer=layer_bytes(workload))
     host, disk = host_and_disk_bytes(workload, strategy)

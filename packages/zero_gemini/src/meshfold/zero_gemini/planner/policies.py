@@ -138,7 +138,7 @@ def const(
     and prefetched at one timestep if they are more.
     """
     kinds = gpu_kinds(workload)
-    parameters = kinds["resident parameters"] + kinds["gathered"]  # chunk option moment
+    parameters = kinds["resident parameters"] + kinds["gathered"]  # chunk option timestep
     streamed = parameters[:, HOST_STREAMED]
     held = streamed.sum(0)
     if boundary_bytes is None:
@@ -146,7 +146,7 @@ def const(
     if held.max() > boundary_bytes:
         raise MemoryPlanError(
             f"const: boundary_bytes={boundary_bytes} is below the {int(held.max())} bytes of parameters that are used "
-            f"or prefetched at moment {int(held.argmax())}: raise it, or use smaller chunks"
+            f"or prefetched at timestep {int(held.argmax())}: raise it, or use smaller chunks"
         )
     chunks = np.full(len(workload.chunks), HOST_STREAMED)
     for i in range(len(chunks)):

@@ -30,7 +30,7 @@ from meshfold.zero_gemini.planner.workload import Limits, Workload
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Problem:
-    """One strategy and one mode. Rows of ``memory``: GPU at every moment, host, disk; ``limits`` has the same rows, in bytes."""
+    """One strategy and one mode. Rows of ``memory``: GPU at every timestep, host, disk; ``limits`` has the same rows, in bytes."""
 
     strategy: str
     mode: str
@@ -90,7 +90,7 @@ class Case:
 
     @cached_property
     def gpu(self) -> Floats:
-        """Bytes of every chunk on the GPU; chunk option moment."""
+        """Bytes of every chunk on the GPU; chunk option timestep."""
         kinds = list(gpu_kinds(self.workload).values())
         return sum(kinds[1:], start=kinds[0])
 

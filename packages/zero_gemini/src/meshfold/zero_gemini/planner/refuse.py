@@ -57,7 +57,7 @@ def refusal(case: Case) -> DoesNotFit:
             lower.append("a loss without whole logits (kernels='auto', and cross entropy of all that the head returns)")
         if not workload.layers and not workload.recomputed:
             lower.append("activations recomputed (recompute='blocks')")
-        words.append(f"Raise the GPU's limit, or lower what a moment needs: {', or '.join(lower)}.")
+        words.append(f"Raise the GPU's limit, or lower what that timestep needs: {', or '.join(lower)}.")
     else:
         smaller = {"A": "B (8 bytes an element)", "B": "C (6 bytes an element)", "fp16": "A in bf16"}
         change = ["raise the host's limit", "give it disk" if not disk_limit else "give it more disk"]

@@ -76,7 +76,7 @@ class Plan:
     """(name, share of steps, seconds) of every phase"""
     terms: tuple[Term, ...]
     gpu_bytes: tuple[int, ...]
-    """predicted at every moment"""
+    """predicted at every timestep"""
     host_bytes: tuple[int, ...]
     disk_bytes: tuple[int, ...]
     proved: bool

@@ -28,7 +28,7 @@ def table(plan: Plan) -> str:
     if plan.layers:
         text += ["", *format_table(_layer_rows(plan))]
     gpu, host, disk = plan.limits.as_tuple()
-    peaks = [("memory", "peak", "limit", "at moment")]
+    peaks = [("memory", "peak", "limit", "at timestep")]
     for name, series, limit in (
         ("GPU", plan.gpu_bytes, gpu),
         ("host", plan.host_bytes, host),

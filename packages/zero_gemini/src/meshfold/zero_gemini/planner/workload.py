@@ -76,9 +76,9 @@ class ChunkCost:
     gathered_elems: int
     """elements of the whole chunk: ``elems`` times the data ranks."""
     forward: tuple[int, int]
-    """first and last moment of use in the forward, inclusive."""
+    """first and last timestep of use in the forward, inclusive."""
     backward: tuple[int, int]
-    """first and last moment of use in the backward, inclusive; its gradient is complete after the last."""
+    """first and last timestep of use in the backward, inclusive; its gradient is complete after the last."""
     forward_seconds: float
     """seconds of GPU compute in the forward with this chunk."""
     backward_seconds: float
@@ -123,15 +123,15 @@ class Layer:
 
     name: str
     kept_bytes: int
-    """bytes that keeping adds to the non-model memory at every moment of ``first … last``."""
+    """bytes that keeping adds to the non-model memory at every timestep of ``first … last``."""
     recompute_seconds: float
     """seconds of compute that keeping saves."""
     first: int
-    """the moment of its forward."""
+    """the timestep of its forward."""
     last: int
-    """the last moment before its backward: recomputed activations are in the non-model memory from there on."""
+    """the last timestep before its backward: recomputed activations are in the non-model memory from there on."""
     own_bytes: int = 0
-    """bytes that keeping adds at the moment after that, on top of the bytes alive there before anything is recomputed."""
+    """bytes that keeping adds at the timestep after that, on top of the bytes alive there before anything is recomputed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -147,7 +147,7 @@ class Workload:
     """in order of first use."""
     layers: tuple[Layer, ...] = ()
     non_model_bytes: tuple[int, ...]
-    """peak bytes on the GPU at every moment that are neither parameters, gradients nor optimizer state, nothing kept."""
+    """peak bytes on the GPU at every timestep that are neither parameters, gradients nor optimizer state, nothing kept."""
     forward_moments: int
     """how many of the moments are in the forward."""
     tokens: int
@@ -184,7 +184,7 @@ class Workload:
     disk_buffer_bytes: int = 2**28
     """host bytes for blocks in flight, as soon as anything lives on disk."""
     units: tuple[str, ...] = ()
-    """name of the unit that runs in each moment, for display; empty if unknown."""
+    """name of the unit that runs in each timestep, for display; empty if unknown."""
     largest_output: str = ""
     """description of the largest output of a layer that a micro-step holds whole, for display; empty if unknown."""
     whole_logits: bool = False
@@ -203,7 +203,7 @@ class Workload:
             if chunk.forward[1] >= self.forward_moments or not self.forward_moments <= chunk.backward[0]:
                 raise SpecError(f"chunk {chunk.name!r} is used in the wrong half of the step: {chunk}")
             if chunk.backward[1] >= moments:
-                raise SpecError(f"chunk {chunk.name!r} is used after the last moment {moments - 1}: {chunk}")
+                raise SpecError(f"chunk {chunk.name!r} is used after the last timestep {moments - 1}: {chunk}")
         for layer in self.layers:
             if not (0 <= layer.first <= layer.last < moments and min(layer.kept_bytes, layer.recompute_seconds) >= 0):
                 raise SpecError(f"layer {layer.name!r} does not lie in the {moments} moments of the step: {layer}")
@@ -282,7 +282,7 @@ class Workload:
         )
 
     def ready_from(self, moment: int) -> int:
-        """Return the moment from which on data used at ``moment`` is on the GPU."""
+        """Return the timestep from which on data used at ``moment`` is on the GPU."""
         return ready_from(moment, self.light_moments, self.prefetch_moments)
 
 

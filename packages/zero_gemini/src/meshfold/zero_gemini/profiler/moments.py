@@ -17,7 +17,7 @@ class TracedMoment:
     backward: bool
     """whether the backward had begun; forwards that checkpointing repeats there count to it"""
     until: int
-    """the last moment in which the unit was still inside: units may lie in one another"""
+    """the last timestep in which the unit was still inside: units may lie in one another"""
     non_model_bytes: int
     """the most alive at once that are neither parameters, gradients nor optimizer state"""
     left_bytes: int
@@ -40,7 +40,7 @@ class TracedLayer:
     seconds: float
     """of compute that went into recomputing"""
     first: int
-    """the moment in which its forward began"""
+    """the timestep in which its forward began"""
     last: int
     """the last before the one in which it was recomputed"""
     before_bytes: int
@@ -66,7 +66,7 @@ class Trace:
 
     @property
     def peak_bytes(self) -> int:
-        """The most of any moment."""
+        """The most of any timestep."""
         return max((moment.non_model_bytes for moment in self.moments), default=0)
 
     @property
