@@ -333,5 +333,5 @@ def apart() -> None:
 
 
 def test_routers_that_no_stage_can_send_are_refused() -> None:
-    with pytest.raises(Exception, match="sums of routers go from stage to stage where each block"):
+    with pytest.raises(Exception, match="stages pass on the sums of routers only if each block"):
         run_on_ranks(2, apart)

@@ -139,7 +139,7 @@ def test_a_loop_of_ones_own_is_told_of_the_norm() -> None:
     engine = engine_of(Roots, "error")
     inputs, targets = batch_of(0, x=POISON)
     engine.backward((engine(inputs) - targets).square().mean())
-    with pytest.raises(NonFiniteError, match=r"the gradient's norm is .*a loop of one's own"):
+    with pytest.raises(NonFiniteError, match=r"the gradient's norm is .*a loop of your own"):
         engine.step()
 
 

@@ -723,7 +723,7 @@ REFUSED: list[tuple[Any, dict[str, Any], dict[str, Any], str]] = [
         hf_gpt2_drops_weights,
         dict(sequence=dict(mode=own_attention, size=2)),
         {},
-        "attn_pdrop=0.2: an attention of one's own",
+        "attn_pdrop=0.2: the model's own attention",
     ),
     (
         llama,
@@ -731,7 +731,7 @@ REFUSED: list[tuple[Any, dict[str, Any], dict[str, Any], str]] = [
         {},
         "4 query heads cannot be split over 3 ranks of ulysses: give it 2, 4",
     ),
-    (llama, dict(tensor=2, sequence=ulysses(4)), {}, "of 4 heads a rank has 2, and 2 query heads"),
+    (llama, dict(tensor=2, sequence=ulysses(4)), {}, "a rank has 2 of 4 heads, and 2 query heads"),
 ]
 
 

@@ -275,7 +275,7 @@ def test_a_rank_that_reads_alone_is_told_so_within_seconds(then: str) -> None:
     text, seconds = found[0]
     assert seconds < 80.0
     assert text.startswith("the scores cannot be read at test_lazy_tensor.py:")
-    assert "in one_reads_alone: ranks 0, 1 have one shard each, so all of them have to read" in text
+    assert "in one_reads_alone: ranks 0, 1 have one shard each, so all of them must read it" in text
     said = {
         "a collective": "waits in all_reduce of (4,) float32",
         "one that it does not wait for": "its last collective was all_reduce of (4,) float32",

@@ -189,7 +189,7 @@ def test_attention_that_needs_all_of_its_heads_is_refused(kind: str, device: str
 
 
 def test_an_odd_order_of_a_fused_projection_is_found_where_all_shapes_fit() -> None:
-    with pytest.raises(LayoutError, match=r"CodeGenAttention's own code computes something else"):
+    with pytest.raises(LayoutError, match=r"CodeGenAttention's own code computes other values"):
         parallelize(unsplittable("codegen", heads=16), Mesh({"tensor": 4}, rank=0), "1d")
 
 

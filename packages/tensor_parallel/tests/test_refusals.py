@@ -342,11 +342,11 @@ REFUSALS: dict[str, Refusal] = {
     # attention's own code
     "slopes counted from zero on every rank": Refusal(
         lambda: Model(attn=Alibi()),
-        ("attn: attention that cannot be split by heads", "Alibi's own code computes something else"),
+        ("attn: attention that cannot be split by heads", "Alibi's own code computes other values"),
     ),
     "an odd order of a fused projection": Refusal(
         lambda: Model(attn=Swapped()),
-        ("Swapped's own code computes something else", "another order", "'attn': 'replicate'"),
+        ("Swapped's own code computes other values", "another order", "'attn': 'replicate'"),
     ),
     "no heads on a rank": Refusal(
         lambda: Model(attn=Headless()),
