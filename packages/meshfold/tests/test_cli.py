@@ -122,6 +122,11 @@ def _not_installed(name: str) -> str:
         ([*TRAIN, "--schedule", "cosin"], "(choose from 'cosine', 'linear', 'constant'). Did you mean 'cosine'?"),
         ([*TRAIN, "--device", "gpu"], "It is called 'cuda' here."),
         ([*TRAIN, "--learning-rate", "3"], "unrecognized arguments: --learning-rate 3. It is called '--lr' here."),
+        ([*TRAIN, "--world-size", "2"], "unrecognized arguments: --world-size 2. It is called '--ranks' here."),
+        (["run", "-n", "2", "t.py"], "unrecognized arguments: -n. It is called '--ranks' here."),
+        ([*TRAIN, "--tp", "2"], "unrecognized arguments: --tp 2. Write --parallel tensor=2."),
+        ([*TRAIN, "--zero", "3"], "unrecognized arguments: --zero 3. Write --parallel zero.stage=3."),
+        (["version"], "there is no command 'version'. Write 'meshfold --version'."),
         (["run", "--ranks", "2", "-m"], "nothing to run: give a script"),
         (
             ["run", "--ranks", "2", "-m", "nowhere.module"],

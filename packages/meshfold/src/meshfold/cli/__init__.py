@@ -12,7 +12,7 @@ import importlib
 import os
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import NoReturn
 
 from meshfold.cli.arguments import Failure, sentence_of
@@ -47,7 +47,12 @@ _ELSEWHERE = {
     "--max-length": "--seq-len",
     "--sequence-length": "--seq-len",
     "--nproc-per-node": "--ranks",
+    "--nproc": "--ranks",
+    "--num-processes": "--ranks",
+    "--world-size": "--ranks",
     "--np": "--ranks",
+    "-np": "--ranks",
+    "-n": "--ranks",
     "--dataset": "--data",
     "--model-name": "--model",
     "--model-name-or-path": "--model",
@@ -55,8 +60,30 @@ _ELSEWHERE = {
 }
 """Names that other programs have for options and choices"""
 
+_ENTRIES = {
+    "--tensor": "tensor",
+    "--tp": "tensor",
+    "--tensor-parallel-size": "tensor",
+    "--pipeline": "pipeline",
+    "--pp": "pipeline",
+    "--pipeline-parallel-size": "pipeline",
+    "--dp": "data",
+    "--zero": "zero.stage",
+    "--zero-stage": "zero.stage",
+}
+"""Options that stand for an entry of the spec"""
+
 _COMMANDS_ELSEWHERE = {
     "export": "convert CHECKPOINT FOLDER",
+    "version": "--version",
+    "launch": "run --ranks 2 SCRIPT.py",
+    "torchrun": "run --ranks 2 SCRIPT.py",
+    "infer": "generate FOLDER",
+    "predict": "generate FOLDER",
+    "estimate": "plan --model NAME",
+    "memory": "plan --model NAME",
+    "info": "doctor",
+    "env": "doctor",
     "serve": "convert CHECKPOINT FOLDER, and serve the folder with transformers or vLLM",
     "finetune": "train --hf FOLDER",
     "chat": "generate FOLDER",
@@ -115,10 +142,10 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Print the sentence and exit with 2."""
-        stranger = re.match(r"unrecognized arguments: (--[^\s=]+)", message)
-        hint = _nearest(stranger[1], self._option_string_actions) if stranger else ""
-        if stranger and stranger[1] in _ELSEWHERE and _ELSEWHERE[stranger[1]] in self._option_string_actions:
-            hint = f" It is called {_ELSEWHERE[stranger[1]]!r} here."
+        hint = ""
+        stranger = re.match(r"unrecognized arguments: (--?[a-z][^\s=]*)[ =]?(\S*)", message)
+        if stranger:
+            hint = _hint_for(stranger[1].replace("_", "-"), stranger[2], self._option_string_actions)
         words = re.match(r"unrecognized arguments: ((?!-).*)", message)
         if words and (option := _option_for(words[1], self._option_string_actions)):
             hint = f" Write {option}."
@@ -143,6 +170,15 @@ def _overview() -> str:
     return (
         f"usage: meshfold COMMAND ...\n\ncommands:\n{rows}\n\n'meshfold COMMAND --help' lists the options of a command."
     )
+
+
+def _hint_for(option: str, value: str, known: Collection[str]) -> str:
+    """Return advice on an option that does not exist: its name here, the entry of the spec, or the nearest name."""
+    if _ELSEWHERE.get(option) in known:
+        return f" It is called {_ELSEWHERE[option]!r} here."
+    if option in _ENTRIES and "--parallel" in known:
+        return f" Write --parallel {_ENTRIES[option]}={value or 2}."
+    return _nearest(option, known)
 
 
 def _option_for(words: str, known: Iterable[str]) -> str:
