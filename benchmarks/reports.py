@@ -84,7 +84,8 @@ class Bar:
     def line(self, value: float, ranks: int, **names: object) -> str:
         """Return a line: a ratio and the verdict on it, or the ratio alone where the aim is for other ranks."""
         found = f"- {self.what.format(**names)}: {value:.3f}"
-        return f"{found} (bar {self.least:g}): {met(self.met(value))}" if self.judged(ranks) else found
+        aim = self.most if self.least == -math.inf else self.least
+        return f"{found} (bar {aim:g}): {met(self.met(value))}" if self.judged(ranks) else found
 
 
 def read_bars(benchmark: str, names: Collection[str]) -> dict[str, Bar]:

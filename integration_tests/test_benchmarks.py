@@ -347,8 +347,66 @@ def test_two_gpus_are_compared_with_one(tmp_path: Path) -> None:
     assert "in that of one: 0.600 (bar 0.55): **not met**" in text
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["esmfold", "--only", "ours"],
+        pytest.param(["esmfold"], marks=pytest.mark.slow),
+        pytest.param(["longest"], marks=pytest.mark.slow),
+        pytest.param(["longest", "--ranks", "2"], marks=pytest.mark.slow),
+    ],
+)
+def test_the_trunk_is_measured_without_a_gpu(words: list[str], tmp_path: Path) -> None:
+    out = tmp_path / "trunk.json"
+    assert main(["bench", "folding", "--tiny", "--steps", "1", "--case", *words, "--out", str(out)]) == 0
+    (case,) = json.loads(out.read_text())["cases"].values()
+    good = {name: run for name, (run,) in case["runs"].items() if "error" not in run}
+    assert all(len(run["seconds"]) == 1 for run in good.values())
+    losses = [run["losses"][0] for run in good.values()]
+    assert losses == pytest.approx(losses[:1] * len(losses), rel=1e-5)
+    ours = next(run for name, run in good.items() if name.startswith("ours"))
+    assert ours["plan"]["bytes"] > 0 and "chunks" in ours["plan"]["settings"]
+    assert (len(good) > 1) == (words == ["esmfold"])
+
+
+def test_the_trunk_is_judged_beside_transformers_and_on_two_gpus(tmp_path: Path) -> None:
+    def runs(**found: tuple[float, int]) -> dict[str, Any]:
+        plan = dict(bytes=1, settings="no chunks")
+        return {
+            {"theirs": "transformers, chunks of 64"}.get(name, name): [
+                dict(seconds=[seconds], peak_bytes=peak, losses=[1.0], plan=plan)
+            ]
+            for name, (seconds, peak) in found.items()
+        }
+
+    work = dict(case="esmfold", ranks=1, blocks=2, narrower=1, dtype="bfloat16", residues=4096)
+    one = {**work, "case": "longest", "gib": 8.0, "residues": 1000}
+    cases = dict(
+        a=dict(work=work, runs=runs(theirs=(6.0, 10), ours=(1.0, 9), ours_half=(2.0, 5), ours_least=(5.0, 2))),
+        b=dict(work={**work, "residues": 768}, runs=runs(theirs=(6.0, 10), ours=(1.0, 9))),
+        c=dict(work=one, runs=runs(ours=(1.0, 9))),
+        d=dict(work={**one, "ranks": 2, "residues": 1390}, runs=runs(ours=(1.0, 9))),
+    )
+    out = tmp_path / "trunk.json"
+    out.write_text(json.dumps(dict(machine={}, cases=cases)))
+    assert main(["bench", "folding", "--report", str(out)]) == 0
+    lines = [line for line in out.with_suffix(".md").read_text().splitlines() if line.startswith("- ")]
+    assert lines == [
+        "- peak of ours (ours_half) in that of transformers in chunks of 64, 4,096 residues: 0.500 (bar 0.5): met",
+        "- ours (ours_half) against transformers in chunks of 64, 4,096 residues: 3.000 (bar 1.5): met",
+        "- peak of ours (ours) in that of transformers in chunks of 64, 768 residues: 0.900",
+        "- ours (ours) against transformers in chunks of 64, 768 residues: 6.000",
+        "- the longest chain on two GPUs by that on one, 8 GiB of each: 1.390 (bar 1.4): **not met**",
+    ]
+
+
 def test_sizes_that_ranks_do_not_divide_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    for words, said in ((["--ranks", "2", "--sizes", "128x255"], "--ranks 2 must divide"), (["--sizes", "8"], "write")):
+    for words, said in (
+        (["--ranks", "2", "--sizes", "128x255"], "--ranks 2 must divide"),
+        (["--sizes", "8"], "write"),
+        (["--case", "esmfold", "--only", "OpenFold eager"], "--case esmfold has transformers, chunks of 64, ours,"),
+        (["--case", "longest", "--gib", "0.01"], "not even the shortest chain fits"),
+    ):
         with pytest.raises(SystemExit):
             main(["bench", "folding", *words])
         assert said in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Table of a result: times, ratios, memory, energy, and the verdicts."""
+"""Tables of a result: times, ratios, memory, energy, and the verdicts; here those of the Evoformer."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import median
-from benchmarks.reports import met, read_bars, table
+from benchmarks.folding import trunk_report
+from benchmarks.folding.runs import energy, fastest, peak_of, seconds_of
+from benchmarks.reports import read_bars, table
 
 BARS = read_bars("folding", ("eager", "dap", "memory"))
 JUDGED = dict(blocks=12, narrower=1, dtype="bfloat16")
 """The blocks that the bars are for."""
 HEAD = ("contestant", "ms a step", "ms a block", "its time ÷ ours", "peak GiB", "J a step", "W", "MHz", "loss", "note")
-Runs = Mapping[str, Sequence[dict[str, Any]]]
 
 
 def report(path: Path) -> None:
@@ -24,7 +24,8 @@ def report(path: Path) -> None:
         f"Measured on: {', '.join(f'{key} {value}' for key, value in found['machine'].items() if value is not None)}."
     ]
     for case in found["cases"].values():
-        lines += ["", *of_case(case, found["cases"])]
+        of = of_case if case["work"].get("case", "evoformer") == "evoformer" else trunk_report.of_case
+        lines += ["", *of(case, found["cases"])]
     path.with_suffix(".md").write_text("\n".join(lines) + "\n", encoding="utf-8")
     print("\n".join(lines))
 
@@ -56,9 +57,7 @@ def of_case(case: dict[str, Any], cases: Mapping[str, dict[str, Any]]) -> list[s
         lines.append(BARS["dap"].line(one_gpu[before] / times[best], judged, best=best))
         if peak_of(alone["runs"][before]):
             share = peak_of(runs[best]) / peak_of(alone["runs"][before])
-            bar = BARS["memory"]
-            aim = f" (bar {bar.most:g}): {met(bar.met(share))}" if bar.judged(judged) else ""
-            lines.append(f"- {bar.what.format(best=best)}: {share:.3f}{aim}")
+            lines.append(BARS["memory"].line(share, judged, best=best))
     return lines
 
 
@@ -68,8 +67,6 @@ def _row(
     if name not in times:
         return (name, *["–"] * (len(HEAD) - 2), runs[-1]["error"])
     good = [run for run in runs if "error" not in run]
-    watts = [run["watts"] for run in good if "watts" in run]
-    clocks = [run["mhz"] for run in good if "mhz" in run]
     peak = peak_of(runs)
     return (
         name,
@@ -77,29 +74,7 @@ def _row(
         f"{1e3 * times[name] / work['blocks']:.3f}",
         f"{times[name] / times[best]:.3f}" if best else "–",
         f"{peak / 2**30:.2f}" if peak else "–",
-        f"{sum(watts) / len(watts) * times[name]:.2f}" if watts else "–",
-        f"{sum(watts) / len(watts):.0f}" if watts else "–",
-        f"{sum(clocks) / len(clocks):.0f}" if clocks else "–",
+        *energy(runs, times[name]),
         f"{good[0]['losses'][0]:.5f}",
         "",
     )
-
-
-def seconds_of(runs: Runs) -> dict[str, float]:
-    """Return the median over starts of the median step, of the contestants that came to their end."""
-    found = {}
-    for name, some in runs.items():
-        middles = [median(run["seconds"]) for run in some if "error" not in run]
-        if middles:
-            found[name] = median(middles)
-    return found
-
-
-def fastest(times: Mapping[str, float], who: str) -> str | None:
-    """Return somebody's fastest contestant."""
-    return min((name for name in times if name.startswith(who)), key=times.__getitem__, default=None)
-
-
-def peak_of(runs: Sequence[dict[str, Any]]) -> int:
-    """Return the largest memory of a rank in bytes; 0 where none was measured."""
-    return max((run["peak_bytes"] for run in runs if "error" not in run), default=0)

@@ -1,4 +1,4 @@
-"""One contestant runs blocks of the Evoformer for a while, in processes of its own; rank 0 writes JSON."""
+"""One contestant runs blocks of the Evoformer or of ESMFold's trunk for a while, in processes of its own; rank 0 writes JSON."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that this file runs on its own
 
+from benchmarks.folding.trunk import LONGEST, TRUNK
 from benchmarks.peers.absent import AbsentError
 
 Step = Callable[[], Tensor]
@@ -107,7 +108,7 @@ def _compiled(blocks: nn.ModuleList, job: dict[str, Any]) -> nn.ModuleList:
     return nn.ModuleList(torch.compile(block, backend=job["backend"]) for block in blocks)  # type: ignore[misc]
 
 
-CONTESTANTS: dict[str, Callable[[dict[str, Any]], Step]] = {
+EVOFORMER: dict[str, Callable[[dict[str, Any]], Step]] = {
     "ours": ours,
     "ours, logits in memory": lambda job: ours(job, kernels="reference"),
     "ours, compiled": lambda job: ours(job, compiled=True),
@@ -115,6 +116,8 @@ CONTESTANTS: dict[str, Callable[[dict[str, Any]], Step]] = {
     "OpenFold compiled": lambda job: eager(job, compiled=True),
 }
 """``ours`` has attention with pair bias by its kernel, ``ours, logits in memory`` by its reference in plain torch."""
+CASES = {"evoformer": EVOFORMER, "esmfold": TRUNK, "longest": LONGEST}
+"""Contestants of each case."""
 
 
 if __name__ == "__main__":
@@ -126,4 +129,4 @@ if __name__ == "__main__":
     if job["ranks"] > 1:
         start()
     torch._dynamo.config.recompile_limit = 64  # blocks share their code
-    train_or_absent(job, CONTESTANTS[job["contestant"]])
+    train_or_absent(job, CASES[job["case"]][job["contestant"]])
