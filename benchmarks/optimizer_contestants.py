@@ -101,6 +101,7 @@ class Rival:
         make: makes an optimizer of :class:`Parameters` and returns its step, which ends with the copies.
         least_bytes: what the algorithm must move, a parameter; 0: it is not memory that limits it.
         exact: makes a step by plain operations for a check in float64; None: a peer. Both take ``lr`` then.
+        needs: settings of dion's Muon that this one gives.
         runs: it has been tried.
         note: why it could not run, or what is special about it.
         peak_bytes: largest memory of a step beyond what was there before it.
@@ -112,6 +113,7 @@ class Rival:
     make: Callable[..., Step]
     least_bytes: float = 0.0
     exact: Callable[..., Step] | None = None
+    needs: tuple[str, ...] = ()
     runs: bool = False
     note: str = ""
     peak_bytes: int = 0
@@ -227,15 +229,32 @@ def dion_muon(parameters: Parameters, **settings: Any) -> Step:
     """Return a step of microsoft/dion's Muon.
 
     Raises:
-        ImportError: if it is not there, or has other settings.
+        ImportError: if it is not there.
     """
     cls = importlib.import_module("dion").Muon
-    known = inspect.signature(cls.__init__).parameters
-    if missing := [name for name in settings if name not in known]:
-        raise ImportError(f"this version of dion has no {', '.join(missing)}")
     matrices, rest = parameters.split()
     groups = [{"params": matrices}, {"params": rest, "algorithm": "adamw"}]
     return _steps(parameters, cls(groups, lr=LR, mu=0.95, nesterov=True, **settings))
+
+
+def without_missing(found: Sequence[Rival]) -> tuple[list[Rival], str]:
+    """Leave out those that need settings which the installed dion does not have; return the rest, and a line that says so, or "".
+
+    Without dion all of them are left out but the one that needs no settings: its row says why it cannot run.
+    """
+    if not any(one.needs for one in found):
+        return list(found), ""
+    try:
+        known = list(inspect.signature(importlib.import_module("dion").Muon.__init__).parameters)[2:]
+    except ImportError:
+        known = []
+    missing = [name for one in found for name in one.needs if name not in known]
+    if not missing:
+        return list(found), ""
+    kept = [one for one in found if all(name in known for name in one.needs)]
+    names = ", ".join(repr(one.name) for one in found if one not in kept)
+    has = f"this version of dion has no {', '.join(missing)}; its Muon has {', '.join(known)}"
+    return kept, f"left out {names}: {has if known else 'dion is not installed'}"
 
 
 def fused_lamb(parameters: Parameters) -> Step:
@@ -298,11 +317,11 @@ def rivals() -> Iterator[Rival]:
     yield Rival("DeepSpeed FusedLamb", fused_lamb, 42)
     yield pair("Lion", optimizers.Lion, 22, **decayed)
     yield pair(MUON, optimizers.Muon, 0, roles=True)
+    yield Rival(FORWARD, forward_and_backward)
     yield Rival("torch Muon", torch_muon)
     yield Rival("dion Muon", dion_muon)
-    yield Rival("dion Muon, Triton", partial(dion_muon, use_triton=True))
-    yield Rival("dion Muon, Gram matrices", partial(dion_muon, use_gram_newton_schulz=True))
+    for words, setting in (("Triton", "use_triton"), ("Gram matrices", "use_gram_newton_schulz")):
+        yield Rival(f"dion Muon, {words}", partial(dion_muon, **{setting: True}), needs=(setting,))
     yield pair("CAME", optimizers.Came, 34)
     yield Rival("Adafactor (torch's)", partial(ours, optimizers.Adafactor), 26)
     yield pair("Adafactor in transformers' form", optimizers.AdafactorHF, 26, relative_step=False)
-    yield Rival(FORWARD, forward_and_backward)

@@ -1,9 +1,9 @@
 """Steps of optimizers on the parameters of a Llama of 1B: ours beside torch's, DeepSpeed's FusedLamb and dion's Muon.
 
-`meshfold bench optimizers` times all in rounds, after clocks have settled, with the power that each draws. Parameters are in
-bfloat16 with float32 masters and gradients, and a step ends when the bfloat16 ones are written, as in an engine without ZeRO.
-An optimizer is made anew in each round, so that its state does not take memory from the others. It writes JSON;
-`--report FILE.json` makes the table from it. `--case galore` trains a Llama of 7B with GaLore in 24 GiB.
+`meshfold bench optimizers` times all in rounds, after clocks have settled, with the power that each draws, and writes each as it
+ends. Parameters are in bfloat16 with float32 masters and gradients, and a step ends when the bfloat16 ones are written, as in an
+engine without ZeRO. An optimizer is made anew in each round, so that its state does not take memory from the others. `--report
+FILE.json` makes the table from the JSON. `--case galore` trains a Llama of 7B with GaLore in 24 GiB.
 """
 
 from __future__ import annotations
@@ -35,7 +35,17 @@ from benchmarks.common import (
     synchronize,
     write,
 )
-from benchmarks.optimizer_contestants import ADAMW, CHUNKED, FORWARD, LAMB, MUON, Parameters, Rival, rivals
+from benchmarks.optimizer_contestants import (
+    ADAMW,
+    CHUNKED,
+    FORWARD,
+    LAMB,
+    MUON,
+    Parameters,
+    Rival,
+    rivals,
+    without_missing,
+)
 from benchmarks.power import PowerLog
 from benchmarks.reports import met, read_bars, table
 
@@ -101,28 +111,49 @@ def main(argv: Sequence[str]) -> int:
 
 
 def measure(found: Sequence[Rival], options: argparse.Namespace) -> None:
-    """Try each contestant once, then time those that run in rounds, and write the result."""
+    """Try each contestant and time it at once, then those that run in more rounds; write the result after each of them."""
+    found, left_out = without_missing(found)
+    if left_out:
+        print(left_out, flush=True)
     parameters = Parameters.of(options)
-    for one in found:
-        _try(one, parameters)
-        print(f"{one.name}: {one.note or 'runs'}", flush=True)
-    running = [one for one in found if one.runs]
-    times, power = _rounds(running, parameters, options)
-    result: dict[str, Any] = dict(
-        area="optimizers",
-        machine=machine(),
-        settings={name: getattr(options, name) for name in (*JUDGED, "rows", "length", "window_s")},
-        parameters=parameters.count,
-        matrices=parameters.matrices,
-        milliseconds=times,
-        power=power,
-        least_bytes={one.name: one.least_bytes for one in running},
-        peak_bytes={one.name: one.peak_bytes for one in running},
-        launches={one.name: one.launches for one in running},
-        error={one.name: one.error for one in running},
-        notes={one.name: one.note for one in found if one.note},
-    )
-    write(options.out, result)
+    times: dict[str, list[float]] = {}
+    powers: dict[str, list[dict[str, float]]] = {}
+
+    def write_result() -> None:
+        running = [one for one in found if times.get(one.name)]
+        result: dict[str, Any] = dict(
+            area="optimizers",
+            machine=machine(),
+            settings={name: getattr(options, name) for name in (*JUDGED, "rows", "length", "window_s")},
+            parameters=parameters.count,
+            matrices=parameters.matrices,
+            milliseconds=times,
+            power={name: _mean(found) for name, found in powers.items()},
+            least_bytes={one.name: one.least_bytes for one in running},
+            peak_bytes={one.name: one.peak_bytes for one in running},
+            launches={one.name: one.launches for one in running},
+            error={one.name: one.error for one in running},
+            notes={one.name: one.note for one in found if one.note},
+            left_out=left_out,
+        )
+        write(options.out, result)
+
+    begun = time.perf_counter()
+    for number in range(options.rounds):
+        for one in found:
+            if number == 0:
+                _try(one, parameters)
+            said = one.note
+            if one.runs:
+                taken, power = _window(one, parameters, options.window_s, 0.0 if times else options.settle_s)
+                times.setdefault(one.name, []).append(taken)
+                powers.setdefault(one.name, []).append(power)
+                said = f"{taken:.2f} ms"
+            elif number:
+                continue
+            write_result()
+            after = time.perf_counter() - begun
+            print(f"{one.name}, round {number + 1} of {options.rounds}: {said} (after {after:.0f} s)", flush=True)
 
 
 def _try(rival: Rival, parameters: Parameters) -> None:
@@ -147,29 +178,25 @@ def _try(rival: Rival, parameters: Parameters) -> None:
     free()
 
 
-def _rounds(
-    running: Sequence[Rival], parameters: Parameters, options: argparse.Namespace
-) -> tuple[dict[str, list[float]], dict[str, dict[str, float]]]:
-    """Return milliseconds a step of each round, and mean watts and MHz, by name."""
-    times: dict[str, list[float]] = {one.name: [] for one in running}
-    windows: dict[str, list[tuple[float, float]]] = {one.name: [] for one in running}
-    settle(running[0].make(parameters), options.settle_s)
+def _window(rival: Rival, parameters: Parameters, window_s: float, settle_s: float) -> tuple[float, dict[str, float]]:
+    """Make an optimizer anew, settle, and time it: return milliseconds a step, and mean watts and MHz where they were sampled."""
     with PowerLog() as log:
-        for _ in range(options.rounds):
-            for one in running:
-                step = one.make(parameters)
-                step()
-                repeats = max(1, round(options.window_s * 1e3 / milliseconds(step, 2)))
-                first = time.time()
-                times[one.name].append(milliseconds(step, repeats))
-                windows[one.name].append((first + AVERAGED_S, time.time()))
-                del step
-                free()
-    power = {}
-    for name, spans in windows.items():
-        means = [mean for begin, end in spans if (mean := log.mean(begin, end, 1))]
-        power[name] = {key: sum(mean[key] for mean in means) / len(means) for key in means[0]} if means else {}
-    return times, power
+        step = rival.make(parameters)
+        step()
+        settle(step, settle_s)
+        repeats = max(1, round(window_s * 1e3 / milliseconds(step, 2)))
+        first = time.time()
+        taken = milliseconds(step, repeats)
+        last = time.time()
+    del step
+    free()
+    return taken, log.mean(first + AVERAGED_S, last, 1)
+
+
+def _mean(found: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Return mean watts and MHz of the rounds in which they were sampled; empty where none were."""
+    good = [power for power in found if power]
+    return {key: sum(power[key] for power in good) / len(good) for key in good[0]} if good else {}
 
 
 def settle(step: Callable[[], object], seconds: float) -> None:
@@ -200,7 +227,7 @@ def report(path: Path) -> None:
             (
                 name,
                 f"{median(values):.2f} ({min(values):.2f}–{max(values):.2f})",
-                f"{1 / ratios(values, times[against])[0]:.3f}",
+                f"{1 / _ratio(values, times[against]):.3f}",
                 f"{moved:,.0f} of {least:g} B" if least else "–",
                 str(found["launches"][name] or "–"),
                 f"{gib:.2f}" if gib else "–",
@@ -234,6 +261,7 @@ def report(path: Path) -> None:
         "",
         *table(head, rows),
         "",
+        *([f"- {found['left_out']}"] if found.get("left_out") else []),
     ]
     if all(settings[name] == value for name, value in JUDGED.items()):
         lines += judged(times)
@@ -246,25 +274,31 @@ def judged(times: dict[str, list[float]]) -> list[str]:
     lines = []
     for adamw in (ADAMW, CHUNKED):
         if adamw in times and LAMB in times:
-            value = ratios(times[adamw], times[LAMB])[0]
+            value = _ratio(times[adamw], times[LAMB])
             bar = BARS["lamb_adamw"]
             lines.append(f"- {bar.what.format(adamw=adamw)}: {value:.3f} (bar {bar.most:g}): {met(bar.met(value))}")
     if "DeepSpeed FusedLamb" in times and LAMB in times:
-        lines.append(BARS["lamb_peer"].line(ratios(times[LAMB], times["DeepSpeed FusedLamb"])[0], 1))
+        lines.append(BARS["lamb_peer"].line(_ratio(times[LAMB], times["DeepSpeed FusedLamb"]), 1))
     if {MUON, ADAMW, FORWARD} <= times.keys():
-        whole = {name: [a + b for a, b in zip(times[FORWARD], times[name], strict=True)] for name in (MUON, ADAMW)}
-        value, bar = ratios(whole[ADAMW], whole[MUON])[0], BARS["muon_adamw"]
+        whole = {name: [a + b for a, b in zip(times[FORWARD], times[name], strict=False)] for name in (MUON, ADAMW)}
+        value, bar = _ratio(whole[ADAMW], whole[MUON]), BARS["muon_adamw"]
         lines.append(f"- {bar.what.format(adamw=ADAMW)}: {value:.3f} (bar {bar.most:g}): {met(bar.met(value))}")
-        lines.append(f"- the step of Muon alone, times that of {ADAMW}: {ratios(times[ADAMW], times[MUON])[0]:.2f}")
+        lines.append(f"- the step of Muon alone, times that of {ADAMW}: {_ratio(times[ADAMW], times[MUON]):.2f}")
     if MUON in times:
         for peer in (name for name in times if name.startswith(("dion", "torch Muon"))):
-            value = ratios(times[MUON], times[peer])[0]
+            value = _ratio(times[MUON], times[peer])
             lines.append(
                 BARS["muon_peer"].line(value, 1, peer=peer)
                 if peer.startswith("dion")
                 else f"- Muon against {peer}: {value:.3f}"
             )
     return lines
+
+
+def _ratio(ours: Sequence[float], peer: Sequence[float]) -> float:
+    """Return the median of the peer's time by ours over the rounds that both have; a run that was cut ends with fewer of one."""
+    rounds = min(len(ours), len(peer))
+    return ratios(ours[:rounds], peer[:rounds])[0]
 
 
 if __name__ == "__main__":

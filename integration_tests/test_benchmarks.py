@@ -5,12 +5,14 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -481,6 +483,49 @@ def test_steps_of_optimizers_are_measured_without_a_gpu(tmp_path: Path) -> None:
     assert main(["bench", "optimizers", "--tiny", "--case", "galore", "--steps", "4", "--out", str(out)]) == 0
     found = json.loads(out.read_text())
     assert found["losses"][-1] < found["losses"][0] and 0 < found["eight_bit_bytes"] < found["state_bytes"]
+
+
+class _Muon:
+    def __init__(self, params: Any, lr: float = 0.01, mu: float = 0.95) -> None: ...
+
+
+def test_settings_that_the_installed_dion_lacks_are_named_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    from benchmarks.optimizer_contestants import Rival, without_missing
+
+    some = [Rival("plain", _Muon), Rival("a", _Muon, needs=("mu",)), Rival("b", _Muon, needs=("use_triton",))]
+    monkeypatch.setitem(sys.modules, "dion", SimpleNamespace(Muon=_Muon))
+    kept, said = without_missing(some)
+    assert [one.name for one in kept] == ["plain", "a"]
+    assert said == "left out 'b': this version of dion has no use_triton; its Muon has lr, mu"
+    monkeypatch.setitem(sys.modules, "dion", None)
+    kept, said = without_missing(some)
+    assert [one.name for one in kept] == ["plain"] and said == "left out 'a', 'b': dion is not installed"
+    assert without_missing(some[:1]) == (some[:1], "")
+
+
+def test_optimizers_are_written_as_they_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever ends the command in its second round has all of the first one, and a table of it."""
+    from benchmarks import optimizers
+
+    out, made = tmp_path / "found.json", optimizers._window
+    seen: list[list[str]] = []
+
+    def window(rival: Any, *given: Any) -> Any:
+        seen.append(list(json.loads(out.read_text())["milliseconds"]) if out.exists() else [])
+        if len(seen) == 4:
+            raise KeyboardInterrupt
+        return made(rival, *given)
+
+    monkeypatch.setattr(optimizers, "_window", window)
+    with pytest.raises(KeyboardInterrupt):
+        main(["bench", "optimizers", "--tiny", "--only", "Lion", "torch Muon", "--out", str(out)])
+    assert seen == [[], ["Lion"], ["Lion", "torch Muon"], ["Lion", "torch Muon"]]
+    assert {name: len(times) for name, times in json.loads(out.read_text())["milliseconds"].items()} == {
+        "Lion": 2,
+        "torch Muon": 1,
+    }
+    optimizers.report(out)
+    assert "| torch Muon |" in out.with_suffix(".md").read_text()
 
 
 @pytest.mark.parametrize("area", ["tensor-parallel", "attention", "pipeline"])
