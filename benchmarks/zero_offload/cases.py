@@ -69,7 +69,7 @@ class Case:
     Attributes:
         name: what ``--case`` takes.
         about: a line for the table.
-        model: of ``decoder.SHAPES``.
+        model: of ``decoder.SHAPES``, or the preset of a PaLM.
         rows, seq_len: sequences a step (of each rank), and their tokens.
         gpu_gib, host_gib: limits in GiB; 0: none beyond the machine's.
         contestants: who runs, in this order.
@@ -209,6 +209,26 @@ CASES: dict[str, Case] = {
             regime="B",
         ),
         Case(
+            name="palm-16b-24",
+            about="PaLM 16B, regime B, not clipped, GPU limited to 24 GiB, 125 GiB of host memory",
+            model="palm-16b",
+            rows=1,
+            gpu_gib=24,
+            host_gib=_HOST_125,
+            regime="B",
+            clip=None,
+            lr=1e-5,
+            steps=2,
+        ),
+        Case(
+            name="palm-1b-6",
+            about="PaLM 1B, GPU limited to 6 GiB, 16 GiB of host memory",
+            model="palm-1b",
+            rows=2,
+            gpu_gib=6,
+            host_gib=16,
+        ),
+        Case(
             name="gpt2-xl-4",
             about="GPT2-XL on four GPUs, each limited to 40 GiB, largest batch of each",
             model="1.5B",
@@ -226,6 +246,9 @@ CASES: dict[str, Case] = {
             rows=2,
             seq_len=32,
             contestants=tuple(name for name in CONTESTANTS if name not in (DDP, FSDP2, OURS_ON_GPU)),
+        ),
+        Case(
+            name="tiny-palm", about="a small PaLM: to try the commands", model="palm-tiny", rows=2, seq_len=32, steps=2
         ),
     )
 }
@@ -251,12 +274,12 @@ BARS = read_bars()
 
 
 def chosen(names: Iterable[str]) -> list[Case]:
-    """Cases by name, all but the one for trying out if none is named.
+    """Cases by name, all but those for trying out if none is named.
 
     Raises:
         SystemExit: for a name that is not there.
     """
-    wanted = list(names) or [name for name in CASES if name != "tiny"]
+    wanted = list(names) or [name for name in CASES if not name.startswith("tiny")]
     for name in wanted:
         if name not in CASES:
             raise SystemExit(f"there is no case {name!r}; there are: {', '.join(CASES)}")

@@ -27,6 +27,16 @@ SHAPES = {
 }
 
 
+def shape_of(model: str) -> tuple[int, int, int]:
+    """Return layers, hidden size and heads of a model of ``SHAPES``, or of a PaLM by its preset."""
+    if model in SHAPES:
+        return SHAPES[model]
+    from meshfold.huggingface import palm_sizes
+
+    sizes = palm_sizes(model)
+    return sizes["layers"], sizes["hidden"], sizes["heads"]
+
+
 class Recomputed(nn.Module):
     """A block whose activations are computed again in backward."""
 

@@ -23,6 +23,7 @@ class Job:
         module: has ``build(job)``.
         options: what the table of contestants gives to that module.
         layers, hidden, heads: of the decoder.
+        palm: the preset of a PaLM that takes the decoder's place; "": none.
         rows, seq_len: sequences a step on each rank, and their tokens.
         gpu_limit: bytes that this process may have of the GPU; 0 for all of it.
         host_limit: bytes of host memory, children included; 0 for no limit.
@@ -47,6 +48,7 @@ class Job:
     heads: int
     rows: int
     seq_len: int
+    palm: str = ""
     gpu_limit: int = 0
     host_limit: int = 0
     clip: float | None = 1.0

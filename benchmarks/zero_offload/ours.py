@@ -5,9 +5,10 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from benchmarks.zero_offload.decoder import decoder
+from benchmarks.zero_offload.decoder import count, decoder
 from benchmarks.zero_offload.job import Job
 
 RATES = (
@@ -23,6 +24,8 @@ RATES = (
     "disk_write",
 )
 """Of the planner's machine, bytes/s."""
+PALM_WORDS = 50304
+"""Vocabulary of every published PaLM; the tiny one has it here too."""
 
 
 class Ours:
@@ -30,6 +33,7 @@ class Ours:
 
     def __init__(self, job: Job) -> None:
         from meshfold.engine import Engine
+        from meshfold.huggingface import palm
 
         zero: dict[str, Any] = {"stage": 3, "regime": job.regime, **job.options, **job.flags}
         if zero["placement"] == "auto":
@@ -39,16 +43,20 @@ class Ours:
                 zero["offload_path"] = job.disk
         spec: dict[str, Any] = {"zero": zero} if job.ranks == 1 else {"data": job.ranks, "zero": zero}
         self.flags = {"parallel": spec, "precision": "bf16", "clip_grad_norm": job.clip}
+        make = partial(decoder, *job.sizes)
+        if job.palm:
+            make = partial(palm, job.palm, layers=job.layers, vocab_size=PALM_WORDS)
+        with torch.device("meta"):
+            self.parameters = count(make())
         self.engine = Engine(
-            partial(decoder, *job.sizes),
+            make,
             spec,
             optimizer=dict(name="adamw", lr=job.lr),
             precision="bf16",
             clip_grad_norm=job.clip,
+            recompute="blocks" if job.palm else None,  # blocks of the decoder do so by themselves
         )
         self.device = self.engine.device
-        config: Any = self.engine.model.config
-        self.parameters = int(config.num_parameters())
 
     def step(self, ids: Tensor) -> tuple[float, float | None]:
         loss = self.engine.train_step({"input_ids": ids, "labels": ids})

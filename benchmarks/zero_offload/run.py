@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that this fil
 from benchmarks.common import add_output, check_out, machine, new_call, write
 from benchmarks.zero_offload import process, verdict
 from benchmarks.zero_offload.cases import CASES, CONTESTANTS, OURS, Case, chosen
-from benchmarks.zero_offload.decoder import SHAPES
+from benchmarks.zero_offload.decoder import shape_of
 from benchmarks.zero_offload.job import GIB, Job
 from benchmarks.zero_offload.report import line, report
 
@@ -154,7 +154,7 @@ def _run(case: Case, options: argparse.Namespace, result: dict[str, Any], call: 
     kept["settings"] = {
         **dataclasses.asdict(case),
         "bars": [dataclasses.asdict(bar) for bar in verdict.bars_of(case)],
-        "layers": options.layers or SHAPES[case.model][0],
+        "layers": options.layers or shape_of(case.model)[0],
     }
     for number in range(options.rounds):
         for name in case.contestants:
@@ -175,7 +175,7 @@ def _job(case: Case, name: str, options: argparse.Namespace, disk: str) -> Job:
     if name not in CONTESTANTS:
         raise SystemExit(f"there is no contestant {name!r}; there are: {', '.join(CONTESTANTS)}")
     module, told = CONTESTANTS[name]
-    layers, hidden, heads = SHAPES[case.model]
+    layers, hidden, heads = shape_of(case.model)
     # Ours first watches two steps, and looks at four under its plan; the next follows a step where chunks may have lain elsewhere.
     warm_up = max(case.warm_up, 7) if name == OURS and case.warm_up else case.warm_up
     return Job(
@@ -187,6 +187,7 @@ def _job(case: Case, name: str, options: argparse.Namespace, disk: str) -> Job:
         heads=heads,
         rows=case.rows,
         seq_len=case.seq_len,
+        palm=case.model if case.model.startswith("palm") else "",
         gpu_limit=int(case.gpu_gib * GIB),
         host_limit=int(case.host_gib * GIB),
         clip=case.clip,
