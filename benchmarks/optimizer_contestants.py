@@ -321,7 +321,8 @@ def rivals() -> Iterator[Rival]:
     yield Rival("torch Muon", torch_muon)
     yield Rival("dion Muon", dion_muon)
     for words, setting in (("Triton", "use_triton"), ("Gram matrices", "use_gram_newton_schulz")):
-        yield Rival(f"dion Muon, {words}", partial(dion_muon, **{setting: True}), needs=(setting,))
+        given: dict[str, Any] = {setting: True}
+        yield Rival(f"dion Muon, {words}", partial(dion_muon, **given), needs=(setting,))
     yield pair("CAME", optimizers.Came, 34)
     yield Rival("Adafactor (torch's)", partial(ours, optimizers.Adafactor), 26)
     yield pair("Adafactor in transformers' form", optimizers.AdafactorHF, 26, relative_step=False)

@@ -492,7 +492,8 @@ class _Muon:
 def test_settings_that_the_installed_dion_lacks_are_named_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     from benchmarks.optimizer_contestants import Rival, without_missing
 
-    some = [Rival("plain", _Muon), Rival("a", _Muon, needs=("mu",)), Rival("b", _Muon, needs=("use_triton",))]
+    make: Any = _Muon
+    some = [Rival("plain", make), Rival("a", make, needs=("mu",)), Rival("b", make, needs=("use_triton",))]
     monkeypatch.setitem(sys.modules, "dion", SimpleNamespace(Muon=_Muon))
     kept, said = without_missing(some)
     assert [one.name for one in kept] == ["plain", "a"]
