@@ -75,6 +75,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--new", type=int, default=256, help="tokens that are generated after it")
     parser.add_argument("--ahead", type=int, default=8, help="tokens computed before the host reads any")
     parser.add_argument("--page-size", type=int, default=16)
+    parser.add_argument("--sums", default="packets", help="of our generator: packets, flags or collectives")
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     parser.add_argument("--backend", default="inductor", help="of torch.compile")
     parser.add_argument("--bandwidth", type=float, default=4.24, help="TB/s that the GPU's memory reaches (H200: 4.24)")
@@ -141,6 +142,7 @@ def measure_here(options: argparse.Namespace, world: Any = None) -> None:
             "new",
             "ahead",
             "page_size",
+            "sums",
             "dtype",
             "backend",
             "bandwidth",
@@ -255,6 +257,7 @@ def ours(name: str, model: Any, options: argparse.Namespace, plain: bool = False
         most_rows=options.batch,
         chunk=max(min(options.batch * options.prompt, PREFILL), 512, options.batch),
         ahead=options.ahead,
+        sums=options.sums,
         **settings,
     )
     if plain:
@@ -265,8 +268,12 @@ def ours(name: str, model: Any, options: argparse.Namespace, plain: bool = False
         return generator.generate(given, sampling=Sampling(temperature=0.0, max_new_tokens=new))
 
     without = {} if plain or settings.get("compile") else getattr(generator.runner, "without", {})
-    named = dict(row_kernels="the kernels of a single row", sums="fused sums over ranks")
-    lacking = [f"without {named[key]}: {why}" for key, why in without.items() if key != "sums" or options.ranks > 1]
+    named = dict(
+        row_kernels="the kernels of a single row", sums="fused sums over ranks", packets="packets of sums over ranks"
+    )
+    lacking = [
+        f"without {named[key]}: {why}" for key, why in without.items() if key == "row_kernels" or options.ranks > 1
+    ]
     note = generator.reason or "; ".join(lacking)
     error, options.__dict__.setdefault("forward_error", {})[name] = errors_of(model, given[0], step())
     return Contestant(name, step, note=note, error=error, parts=dict(prefill=partial(step, 1)), warm=True)

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from meshfold.engine import Engine
 from meshfold.inference import Generator, Sampling
-from meshfold.inference.forward import PagedForward
+from meshfold.inference.forward import SUMS, PagedForward
 from meshfold.inference.fused_sums import OneShot
 from meshfold.kernels import sum_add_norm
 from meshfold.mesh import Environment, Group, all_gather, all_reduce
@@ -32,8 +32,10 @@ EPS = 1e-5
 
 def right(group: Group, columns: int, device: torch.device, say: Callable[[str], None]) -> None:
     """Compare with a gather and a sum, over random rows and over every slot; ranks run apart from one another now and then."""
-    for dtype, limit in ((torch.bfloat16, 2e-2), (torch.float32, 1e-5)):
-        sums, worst = OneShot(group, columns, dtype, device), 0.0
+    for dtype, packets in itertools.product((torch.bfloat16, torch.float32), (True, False)):
+        sums, worst = OneShot(group, columns, dtype, device, packets=packets), 0.0
+        if packets and sums.without:
+            say(f"{dtype}: no packets: {sums.without}")
         for call in range(300):
             random = torch.Generator(device).manual_seed(1000 * call + group.index)
             rows = (1, 2, 7, 16)[call % 4]
@@ -50,7 +52,9 @@ def right(group: Group, columns: int, device: torch.device, say: Callable[[str],
             assert all(torch.equal(one, every[0]) for one in every), "ranks differ"
             for found, exact in ((total, wanted[0]), (y, wanted[1])):
                 worst = max(worst, float((found.double() - exact.double()).norm() / exact.double().norm()))
-        say(f"{dtype}: {'right' if worst < limit else 'WRONG'}, error {worst:.1e}")
+        how = f"up to {sums.packet_rows} rows by packets" if packets else "flags"
+        limit = 2e-2 if dtype == torch.bfloat16 else 1e-5
+        say(f"{dtype}, {how}: {'right' if worst < limit else 'WRONG'}, error {worst:.1e}")
 
 
 def microseconds(step: Callable[[], object], times: int = 64) -> float:
@@ -76,16 +80,18 @@ def microseconds(step: Callable[[], object], times: int = 64) -> float:
 def timed(group: Group, columns: int, rows: int, device: torch.device) -> str:
     """Time the kernel, and NCCL's sum with an add and a norm after it."""
     x, stream = torch.randn(2, rows, columns, device=device, dtype=torch.bfloat16)
-    gain, sums = torch.rand(columns, device=device, dtype=torch.bfloat16), OneShot(group, columns, x.dtype, device)
-    calls = itertools.count()
+    gain = torch.rand(columns, device=device, dtype=torch.bfloat16)
+    packets, flags = (OneShot(group, columns, x.dtype, device, packets=taken) for taken in (True, False))
 
-    def fused() -> None:
-        sums(x, stream, gain, EPS, next(calls))
+    def fused(sums: OneShot) -> float:
+        calls = itertools.count()
+        return microseconds(lambda: sums(x, stream, gain, EPS, next(calls)))
 
     def apart() -> Tensor:
         return F.rms_norm(stream + all_reduce(x, group), (columns,), gain, EPS)
 
-    return f"{rows} rows: one-shot {microseconds(fused):.1f} us, NCCL and kernels after it {microseconds(apart):.1f} us"
+    one = f"{fused(packets):.1f} us" if rows <= packets.packet_rows else "-"
+    return f"{rows} rows: packets {one}, flags {fused(flags):.1f} us, NCCL and kernels after it {microseconds(apart):.1f} us"
 
 
 def decoded(size: int, tiny: bool, say: Callable[[str], None]) -> None:
@@ -95,14 +101,17 @@ def decoded(size: int, tiny: bool, say: Callable[[str], None]) -> None:
     for rows in (1, 8):
         with Engine(lambda: build(config), dict(tensor=size), precision="fp32" if tiny else "bf16") as engine:
             given = [[7 + i, 5, 9, 11] for i in range(rows)]
-            texts = {}
-            for name in ("fused", "apart"):
-                generator = Generator(engine.generator, tokens=rows * 160, most_rows=rows, device=engine.device)
+            texts, device_is_gpu = {}, engine.device.type == "cuda"
+            for name in SUMS:
+                generator = Generator(
+                    engine.generator, tokens=rows * 160, most_rows=rows, device=engine.device, sums=name
+                )
                 runner = generator.runner
                 assert isinstance(runner, PagedForward), generator.reason
-                used = "" if runner.sums is not None else f" (no kernel: {runner.without.get('sums', 'not a GPU')})"
-                if name == "apart":
-                    runner.sums = None
+                lacking = (
+                    runner.without.get("sums") or runner.without.get("packets", "") if device_is_gpu else "not a GPU"
+                )
+                used = f" (not: {lacking})" if lacking and name == SUMS[0] else ""
                 best = float("inf")
                 for _ in range(3):
                     start = time.perf_counter()
@@ -110,8 +119,8 @@ def decoded(size: int, tiny: bool, say: Callable[[str], None]) -> None:
                     best = min(best, time.perf_counter() - start)
                 texts[name] = found
                 say(f"{rows} sequences, {name}{used}: {best / new * 1000:.3f} ms a token")
-            pairs = list(zip(*(texts[name].logprobs[0] for name in texts), strict=True))
-            say(f"first log-probs apart by {abs(pairs[0][0] - pairs[0][1]):.1e}, {abs(pairs[1][0] - pairs[1][1]):.1e}")
+            first, *others = [torch.tensor(texts[name].logprobs[0][:2]) for name in SUMS]
+            say(f"first log-probs apart by {', '.join(f'{(first - one).abs().max():.1e}' for one in others)}")
 
 
 def main() -> None:

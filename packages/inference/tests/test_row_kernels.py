@@ -12,12 +12,12 @@ import torch
 
 sys.path.append(str(Path(__file__).parent))  # for the helpers beside this file
 from inference_models import greedy, hugging_face, own, prompts
-from torch import nn
+from torch import Tensor, nn
 
 from meshfold.engine import Engine
 from meshfold.inference import Generator, Sampling, quantize
 from meshfold.inference.forward import PagedForward
-from meshfold.inference.fused_sums import FusedSums, OneShot
+from meshfold.inference.fused_sums import FusedSums, OneShot, wrong_sums
 from meshfold.inference.routing import head_of
 from meshfold.inference.row_kernels import RowKernels
 from meshfold.kernels import sum_add_norm
@@ -192,6 +192,44 @@ def fused_on_ranks(kinds: list[str]) -> list[Any]:
     with Engine(own("gpt"), dict(tensor=2)) as engine, pytest.raises(SpecError, match="not followed by a norm"):
         FusedSums(engine.model)
     return found
+
+
+def tried_on_ranks() -> list[str]:
+    with Engine(own("llama"), dict(tensor=2)) as engine:
+        group, slots = engine.mesh.group("tensor"), []
+
+        def right(x: Tensor, stream: Tensor, gain: Tensor, eps: float, *, slot: int) -> tuple[Tensor, Tensor]:
+            slots.append(slot)
+            return sum_add_norm([all_reduce(x, group)], stream, gain, eps)
+
+        def late(x: Tensor, stream: Tensor, gain: Tensor, eps: float, *, slot: int) -> tuple[Tensor, Tensor]:
+            """One row of one rank comes without its peer's part."""
+            both = right(x, stream, gain, eps, slot=slot)
+            return both if x.shape[0] == 1 or group.index else sum_add_norm([x], stream, gain, eps)
+
+        def broken(*given: Any, slot: int) -> tuple[Tensor, Tensor]:
+            if group.index:
+                raise RuntimeError("ptxas: no such file\nand more")
+            return sum_add_norm(list(given[:1]), *given[1:])
+
+        reasons = [
+            wrong_sums(one, group, (1, 3), 32, torch.float32, torch.device("cpu")) for one in (right, late, broken)
+        ]
+        assert slots[:6] == [0, 1, 2, 1, 2, 1]
+        return reasons
+
+
+def test_sums_are_tried_before_they_are_taken_on_all_ranks() -> None:
+    for right, late, broken in run_on_ranks(2, tried_on_ranks):
+        assert right == "" and late.startswith("sums of 3 rows differ from their reference by")
+        assert "rows differ" in broken or broken == "ptxas: no such file"
+
+
+def test_the_way_of_sums_is_checked() -> None:
+    with pytest.raises(
+        SpecError, match=r"sums='packet': write 'packets', 'flags', 'collectives'\. Did you mean 'packets'"
+    ):
+        Generator(own("llama"), sums="packet")
 
 
 @pytest.mark.parametrize("kinds", [["own"], pytest.param(["qwen3", "mistral"], marks=pytest.mark.slow)])

@@ -168,6 +168,7 @@ def test_implementations_have_the_signatures_of_the_reference() -> None:
 
 
 CHOSEN_BY_GENERATORS = {
+    "one_shot_packets_triton.py",
     "one_shot_triton.py",
     "paged_attention_triton.py",
     "row_product_triton.py",

@@ -8,7 +8,18 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from meshfold.kernels import OneShotMemory, one_shot_bytes, one_shot_rows, one_shot_slot, one_shot_sum, sum_add_norm
+from meshfold.kernels import (
+    OneShotMemory,
+    one_shot_bytes,
+    one_shot_rows,
+    one_shot_slot,
+    one_shot_sum,
+    packet_bytes,
+    packet_rows,
+    packet_sum,
+    sum_add_norm,
+)
+from meshfold.kernels.one_shot_packets import packets_of, rows_of
 
 
 def test_the_reference_is_a_sum_an_add_and_a_norm() -> None:
@@ -44,3 +55,26 @@ def test_rows_without_room_are_refused() -> None:
     for x in (torch.ones(3, 8), torch.ones(2, 4), torch.ones(2, 8, dtype=torch.float64)):
         with pytest.raises(ValueError, match="at most 2 rows of 8 elements"):
             one_shot_sum(x, x, x[0], 1e-5, memory, 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_packets_carry_rows_and_the_epoch_of_their_call(dtype: torch.dtype) -> None:
+    x = torch.randn(3, 10, generator=torch.Generator().manual_seed(0)).to(dtype)
+    x[0, :2] = torch.tensor([-0.0, float("inf")], dtype=dtype)
+    for epoch in (1, 2**31 - 1):
+        packets = packets_of(x, epoch)
+        assert packets.shape == (3, 10 * dtype.itemsize // 4)
+        found = rows_of(packets, epoch, dtype)
+        assert found is not None and torch.equal(found.view(torch.int16), x.view(torch.int16))
+        packets[2, 1] = packets_of(x, epoch - 1)[2, 1]  # of the call before
+        assert rows_of(packets, epoch, dtype) is None
+
+
+def test_packets_are_for_messages_of_64_kib() -> None:
+    assert [packet_rows(4096, 2, ranks) for ranks in (1, 2, 4, 8, 9)] == [0, 8, 8, 8, 0]
+    assert packet_rows(8192, 4, 2) == 2 and packet_rows(7, 2, 2) == 0 and packet_rows(64, 8, 2) == 0
+    # epochs in units of 256 bytes; 3 slots of 4 ranks with 8 rows of 2048 words
+    assert packet_bytes(8, 4096, 2, 4) == 256 + 3 * 4 * 8 * 2048 * 8
+    memory = OneShotMemory(torch.zeros(2, dtype=torch.int64), 0, 2, 8, torch.float32)
+    with pytest.raises(ValueError, match="at most 2 rows of 8 elements"):
+        packet_sum(torch.ones(3, 8), torch.ones(3, 8), torch.ones(8), 1e-5, memory, 0)

@@ -103,6 +103,23 @@ def test_products_of_one_row_compile(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert made.compiled == {"row_product._product", "row_product._product_int4"}
 
 
+def test_sums_over_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    from meshfold.kernels import one_shot_packets_triton, one_shot_triton
+
+    made = Compiler()
+    for module in (one_shot_packets_triton, one_shot_triton):
+        monkeypatch.setattr(module, "launch", made.launch)
+    for dtype, columns, ranks in ((torch.bfloat16, 4096, 2), (torch.float32, 2048, 4)):
+        x, memory = (
+            torch.zeros(8, columns, dtype=dtype),
+            K.OneShotMemory(torch.zeros(ranks).long(), 1, 8, columns, dtype),
+        )
+        for stream, adds in ((x, True), (x.bfloat16(), False)):
+            one_shot_packets_triton.launch_packets(x, stream, x[0].float(), 1e-5, memory, 2, adds=adds, tries=0)
+    one_shot_triton.launch_one_shot(x, x, x[0], 1e-5, memory, 2, adds=False)
+    assert made.compiled == {"one_shot_packets._packets", "one_shot._one_shot"}
+
+
 def test_choices_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     from meshfold.kernels import word_choice_triton
 

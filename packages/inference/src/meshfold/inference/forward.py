@@ -36,6 +36,8 @@ from meshfold.tensor_parallel.convert import attention_part, padding_for_decodin
 
 Sampled = tuple[list[int], list[float]]
 """tokens and log-probs"""
+SUMS = ("packets", "flags", "collectives")
+"""How few rows are summed over the GPUs of a machine: data and flag in one word, if very few; flags behind the data; by NCCL."""
 _CHECK = Sampling(max_new_tokens=1)
 
 
@@ -73,7 +75,7 @@ class PagedForward:
         sums: over ranks, fused with the norms after them, for few running sequences on GPUs; None if they are not used.
         words: those of this rank, where ranks split them; None if each has the logits of all.
         short: steps with few tokens run as :mod:`meshfold.inference.short_steps` says; on a GPU, but not in a pipeline.
-        without: why ``row_kernels`` or ``sums`` are not used, by that name, on a GPU.
+        without: why ``row_kernels``, ``sums``, or ``packets`` of sums are not used, by that name, on a GPU.
     """
 
     def __init__(
@@ -87,6 +89,7 @@ class PagedForward:
         most: int,
         compile: Any = None,
         cache: str | None = None,
+        sums: str = "packets",
     ) -> None:
         """Args:
         model: a module whose attention can be routed, or a pipeline of its stages; all its ranks must make one.
@@ -96,6 +99,7 @@ class PagedForward:
         most: tokens that are computed in a row before the host reads them.
         compile: backend of torch.compile for the blocks, when running sequences take one token each; None for none.
         cache: form of the keys and values, as for :class:`meshfold.inference.cache.Pool`.
+        sums: one of :data:`SUMS`.
 
         Raises:
             SpecError: if its attention cannot be routed, or its logits by pages are not those that it computes by itself.
@@ -123,7 +127,7 @@ class PagedForward:
         self.sums: FusedSums | None = None
         self.without: dict[str, str] = {}
         if device.type == "cuda":
-            self._take_kernels(bool(compile))
+            self._take_kernels(bool(compile), sums)
         self._check()
 
     @contextmanager
@@ -234,7 +238,7 @@ class PagedForward:
         with self.entered(rows=each * self._parts.parts):
             return batch.run(self.logits)
 
-    def _take_kernels(self, compiled: bool) -> None:
+    def _take_kernels(self, compiled: bool, sums: str) -> None:
         """Take the kernels for few rows on a GPU; note why if there are none."""
         reason = "blocks are compiled" if compiled else "the model is a pipeline" if self._calls.staged else ""
         reason = reason or ("" if find_spec("triton") is not None else "Triton is not installed")
@@ -242,9 +246,15 @@ class PagedForward:
             self.without = dict(row_kernels=reason, sums=reason)
             return
         self.row_kernels = RowKernels(self.model, head_of(self.model))
+        if sums == "collectives":
+            self.without["sums"] = "sums='collectives'"
+            return
         try:
             self.sums = FusedSums(self.model)
-            self.sums.use(OneShot(self.sums.group, self.sums.columns, self.sums.dtype, self.device))
+            fused = (self.sums.group, self.sums.columns, self.sums.dtype, self.device)
+            one_shot = OneShot(*fused, packets=sums == "packets")
+            self.sums.use(one_shot)
+            self.without |= {"packets": one_shot.without} if one_shot.without else {}
         except SpecError as error:  # another mode, one rank, ranks on several machines, other norms
             self.sums, self.without["sums"] = None, str(error)
 

@@ -10,7 +10,7 @@ prove nothing: a norm whose input is not the stream that the kernel had is found
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Protocol
@@ -29,14 +29,20 @@ from meshfold.inference.row_kernels import (
     submodule,
 )
 from meshfold.kernels import (
+    PACKET_TRIES,
     OneShotMemory,
     one_shot_bytes,
     one_shot_rows,
     one_shot_slot,
     one_shot_sum,
+    packet_bytes,
+    packet_rows,
+    packet_sum,
     row_product,
+    sum_add_norm,
 )
 from meshfold.mesh import Group, SpecError
+from meshfold.mesh.collectives import all_gather_object
 from meshfold.mesh.collectives.push import peer_memory
 from meshfold.tensor_parallel import Linear
 
@@ -63,14 +69,23 @@ class SumNorm(Protocol):
 
 
 class OneShot:
-    """The kernel over memory that the ranks of a group share."""
+    """The kernels over memory that the ranks of a group share.
 
-    def __init__(self, group: Group, columns: int, dtype: torch.dtype, device: torch.device) -> None:
+    Attributes:
+        rows: that they take at most.
+        packet_rows: that are summed by packets, data and flag in one word; more rows raise flags after their data.
+        without: why no rows take packets; empty if some do.
+    """
+
+    def __init__(
+        self, group: Group, columns: int, dtype: torch.dtype, device: torch.device, *, packets: bool = True
+    ) -> None:
         """Args:
         group: that sums; all its ranks must make one.
         columns: of the stream.
         dtype: of the rows.
         device: of this rank.
+        packets: try packets, and take them if their sums are right on all ranks.
 
         Raises:
             SpecError: if the ranks do not reach each other's memory, or there are too many of them.
@@ -82,14 +97,77 @@ class OneShot:
         found = peer_memory(group, f"one-shot sums of {self.rows} x {columns} {dtype}", length, device)
         if isinstance(found, str):
             raise SpecError(found)
-        self._peers = found  # keeps the memory
+        self._peers = [found]  # keeps the memory
         self._memory = OneShotMemory(found.addresses, group.index, self.rows, columns, dtype)
+        self.packet_rows = packet_rows(columns, dtype.itemsize, group.size) if packets else 0
+        self.without = "" if self.packet_rows else "not asked for" if not packets else "rows are too long"
+        if self.packet_rows:
+            self.without = self._take_packets(group, columns, dtype, device)
+        if self.without:
+            self.packet_rows = 0
 
     def __call__(
         self, x: Tensor, stream: Tensor, gain: Tensor, eps: float, call: int, adds: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """Sum by the kernel."""
-        return one_shot_sum(x, stream, gain, eps, self._memory, one_shot_slot(call), adds=adds)
+        """Sum by a kernel."""
+        slot = one_shot_slot(call)
+        if x.shape[0] <= self.packet_rows:
+            return packet_sum(x, stream, gain, eps, self._packets, slot, adds=adds)
+        return one_shot_sum(x, stream, gain, eps, self._memory, slot, adds=adds)
+
+    def _take_packets(self, group: Group, columns: int, dtype: torch.dtype, device: torch.device) -> str:
+        """Open memory for packets and try them; return why they are not taken."""
+        rows = self.packet_rows
+        length = packet_bytes(rows, columns, dtype.itemsize, group.size)
+        found = peer_memory(group, f"packets of {rows} x {columns} {dtype}", length, device)
+        if isinstance(found, str):
+            return found
+        self._peers.append(found)
+        self._packets = OneShotMemory(found.addresses, group.index, rows, columns, dtype)
+
+        def compute(x: Tensor, stream: Tensor, gain: Tensor, eps: float, *, slot: int) -> tuple[Tensor, Tensor]:
+            return packet_sum(x, stream, gain, eps, self._packets, slot, tries=PACKET_TRIES)
+
+        return wrong_sums(compute, group, (1, rows), columns, dtype, device)
+
+
+def wrong_sums(
+    compute: Callable[..., tuple[Tensor, Tensor]],
+    group: Group,
+    rows: Sequence[int],
+    columns: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> str:
+    """Compare sums of random rows with their reference in every slot; return why they are not right, the same on all ranks.
+
+    Ranks exchange nothing but their sums until the end: one that fails does not keep others from it.
+
+    Args:
+        compute: called as ``compute(x, stream, gain, eps, slot=slot)``.
+        group: that sums.
+        rows: that are tried.
+        columns, dtype, device: of the rows.
+    """
+
+    def drawn(seed: int, *shape: int) -> Tensor:
+        random = torch.Generator(device).manual_seed(seed)
+        return torch.randn(*shape, generator=random, device=device).to(dtype)
+
+    reason, limit = "", 1e-4 if dtype.itemsize > 2 else 2e-2
+    try:
+        for call in range(3 * len(rows)):
+            shape = (rows[call % len(rows)], columns)
+            parts = [drawn(1000 * call + rank, *shape) for rank in range(group.size)]
+            stream, gain = drawn(call + 1_000_000, *shape), drawn(call + 2_000_000, columns)
+            found = compute(parts[group.index], stream, gain, 1e-5, slot=one_shot_slot(call))
+            for mine, exact in zip(found, sum_add_norm(parts, stream, gain, 1e-5), strict=True):
+                error = float((mine.float() - exact.float()).norm() / exact.float().norm())
+                if not error < limit:
+                    reason = reason or f"sums of {shape[0]} rows differ from their reference by {error:.1%}"
+    except Exception as problem:  # of Triton's compiler
+        reason = (str(problem) or type(problem).__name__).strip().split("\n")[0]
+    return next(filter(None, all_gather_object(reason, group, device)), "")
 
 
 class FusedSums:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from meshfold.inference.forward import PagedForward, Runner, WholeForward
+from meshfold.inference.forward import SUMS, PagedForward, Runner, WholeForward
 from meshfold.inference.host_pages import HostPages
 from meshfold.inference.pages import Pages
 from meshfold.inference.sampling import Sampling, request_seed
@@ -76,6 +76,7 @@ class Generator:
         share_prefixes: bool = True,
         cache: str | None = None,
         host_tokens: int = 0,
+        sums: str = "packets",
         decode: Callable[[list[int]], str] | None = None,
         device: torch.device | None = None,
     ) -> None:
@@ -93,18 +94,22 @@ class Generator:
         cache: "fp8" or "int8": keys and values in eight bits, with a scale for each token and head; None: in the model's dtype.
         host_tokens: room on the host, in pinned memory, for keys and values of so many tokens of evicted sequences. Tokens without
             room there are computed again.
+        sums: how few rows are summed over GPUs under tensor parallelism in 1d: "packets", with data and flag in one word, up to
+            64 KiB and if a try at the start is right; "flags", with flags behind the data; "collectives", by NCCL.
         share_prefixes: requests in flight that begin with the same tokens share their pages.
         device: of the keys and values; by default the device of the model's first parameter. Give ``engine.device`` where
             parameters wait on the host.
         decode: turns token ids into text, as a tokenizer's method does; needed for stop strings and text.
 
         Raises:
-            SpecError: for settings out of range, and for ``cache`` or ``host_tokens`` where there are no pages.
+            SpecError: for settings out of range or unknown, and for ``cache`` or ``host_tokens`` where there are no pages.
         """
         if cache is not None and cache not in CACHE_FORMS:
             raise SpecError(
                 f"cache={cache!r}: write {' or '.join(map(repr, CACHE_FORMS))}.{did_you_mean(cache, CACHE_FORMS)}"
             )
+        if sums not in SUMS:
+            raise SpecError(f"sums={sums!r}: write {', '.join(map(repr, SUMS))}.{did_you_mean(sums, SUMS)}")
         self._module: nn.Module = model if isinstance(model, nn.Module) else model.module
         parameter = next(self._module.parameters(), None)
         if device is None:
@@ -138,6 +143,7 @@ class Generator:
                 most=self._ahead,
                 compile="inductor" if compile is True else compile,
                 cache=cache,
+                sums=sums,
             )
         except MeshfoldError as error:  # a spec, or a model, that the conversion refuses to run in this way
             self.reason = str(error)

@@ -82,6 +82,7 @@ from meshfold.kernels.one_shot import (
     one_shot_sum,
     sum_add_norm,
 )
+from meshfold.kernels.one_shot_packets import PACKET_TRIES, packet_bytes, packet_rows, packet_sum
 from meshfold.kernels.packed_weight import (
     PACKED_FORMATS,
     PackedWeight,
@@ -143,6 +144,7 @@ __all__ = [
     "LAYERWISE",
     "NF4_BLOCK",
     "PACKED_FORMATS",
+    "PACKET_TRIES",
     "STEP_KERNELS",
     "AdamSettings",
     "AdamState",
@@ -239,6 +241,9 @@ __all__ = [
     "pack_nf4",
     "pack_weight",
     "packed_weight_of",
+    "packet_bytes",
+    "packet_rows",
+    "packet_sum",
     "pair_attention",
     "pair_attention_backward",
     "pair_attention_forward",

@@ -51,6 +51,18 @@ class OneShotMemory(NamedTuple):
         """Bytes of the flags."""
         return _flag_bytes(self.rows, self.addresses.numel())
 
+    def check(self, x: Tensor) -> None:
+        """Refuse rows without room.
+
+        Raises:
+            ValueError: for more rows, other columns or another dtype.
+        """
+        if x.shape[0] > self.rows or x.shape[1] != self.columns or x.dtype != self.dtype:
+            raise ValueError(
+                f"{tuple(x.shape)} of {x.dtype}: the memory is for at most {self.rows} rows of {self.columns} elements of "
+                f"{self.dtype}"
+            )
+
 
 def one_shot_rows(columns: int, itemsize: int, ranks: int) -> int:
     """Return how many rows are summed in one shot at most; 0 where another way is faster, or the kernel does not reach.
@@ -116,11 +128,7 @@ def one_shot_sum(
     Raises:
         ValueError: for rows that the memory has no room for.
     """
-    if x.shape[0] > memory.rows or x.shape[1] != memory.columns or x.dtype != memory.dtype:
-        raise ValueError(
-            f"{tuple(x.shape)} of {x.dtype}: the memory is for at most {memory.rows} rows of {memory.columns} elements of "
-            f"{memory.dtype}"
-        )
+    memory.check(x)
     from meshfold.kernels.one_shot_triton import launch_one_shot  # which needs Triton
 
     return launch_one_shot(x, stream, gain, eps, memory, slot, adds=adds)

@@ -112,6 +112,7 @@ def _attend(
         where = token_at[:, None] + feature[None, :]
         new = (place == position)[:, None]
         key = tl.load(keys + where, mask=old, other=0.0)
+        value = tl.load(values + where, mask=old, other=0.0)  # here, so that it comes while scores are computed
         if TOP > 0:
             factor = tl.load(key_scales + token_at // d, mask=seen & (place < position), other=0.0)
             key = (key.to(tl.float32) * factor[:, None]).to(query.dtype)
@@ -122,7 +123,6 @@ def _attend(
         shrink = tl.exp2(largest - higher)
         weight = tl.exp2(score - higher[:, None])
         sums = sums * shrink + tl.sum(weight, 1)
-        value = tl.load(values + where, mask=old, other=0.0)
         if TOP > 0:
             factor = tl.load(value_scales + token_at // d, mask=seen & (place < position), other=0.0)
             value = (value.to(tl.float32) * factor[:, None]).to(query.dtype)

@@ -1,0 +1,160 @@
+"""The one-shot sum by packets in Triton, with residual and RMSNorm: a program for each row."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from meshfold.kernels._triton import launch
+from meshfold.kernels.one_shot import OneShotMemory
+from meshfold.kernels.one_shot_packets import epoch_bytes
+
+
+@triton.jit
+def _lane(data, like, lane: tl.constexpr, LANES: tl.constexpr):
+    """Return an element of each word, int32, in float32; its dtype is that of what ``like`` points to."""
+    if LANES == 1:
+        value = data.to(like.dtype.element_ty, bitcast=True)
+    else:
+        value = (data >> (16 * lane)).to(tl.int16).to(like.dtype.element_ty, bitcast=True)
+    return value.to(tl.float32)
+
+
+@triton.jit
+def _read(like, word, inside, lane: tl.constexpr, LANES: tl.constexpr):
+    """Return an element of each word of a tensor in float32; both lanes of one in 16 bits come by the same load."""
+    if LANES * like.dtype.element_ty.primitive_bitwidth == 32:
+        data = tl.load(like.to(tl.pointer_type(tl.int32)) + word, mask=inside, other=0)
+        value = _lane(data, like, lane, LANES)
+    else:
+        value = tl.load(like + word * LANES + lane, mask=inside, other=0.0).to(tl.float32)
+    return value
+
+
+@triton.jit
+def _write(like, word, inside, first, second, LANES: tl.constexpr):
+    """Write the elements of each word, in 32 bits at a time."""
+    there = like.to(tl.pointer_type(tl.int32)) + word
+    if LANES == 1:
+        tl.store(there, first.to(like.dtype.element_ty).to(tl.int32, bitcast=True), mask=inside)
+    else:
+        low = first.to(like.dtype.element_ty).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+        high = second.to(like.dtype.element_ty).to(tl.int16, bitcast=True).to(tl.int32) << 16
+        tl.store(there, low | high, mask=inside)
+
+
+@triton.jit
+def _packets(
+    addresses,
+    x,
+    stream,
+    gain,
+    total,
+    y,
+    slot,
+    most,
+    words,
+    eps,
+    tries,
+    step,
+    EPOCH_BYTES: tl.constexpr,
+    RANK: tl.constexpr,
+    RANKS: tl.constexpr,
+    LANES: tl.constexpr,
+    ADDS: tl.constexpr,
+    BW: tl.constexpr,
+):
+    row = tl.program_id(0)
+    word = tl.arange(0, BW)
+    inside = word < words
+    at = slot * most + row
+    here = row * words + word
+    epochs = tl.load(addresses + RANK).to(tl.pointer_type(tl.int32))
+    epoch = tl.load(epochs + at) + 1
+    data = tl.load(x.to(tl.pointer_type(tl.int32)) + here, mask=inside, other=0)
+    packet = (epoch.to(tl.int64) << 32) | (data.to(tl.int64) & 0xFFFFFFFF)
+    sent = (((slot * RANKS + RANK) * most + row).to(tl.int64)) * words + word
+    for rank in tl.static_range(RANKS):
+        if rank != RANK:
+            theirs = tl.multiple_of((tl.load(addresses + rank) + EPOCH_BYTES).to(tl.pointer_type(tl.int64)), 16)
+            tl.store(theirs + sent, packet, mask=inside)
+    # Loaded while packets are on their way.
+    first = _read(stream, here, inside, 0, LANES)
+    second = _read(stream, here, inside, LANES - 1, LANES)
+    tl.debug_barrier()  # packets are sent before this rank waits
+    sum1 = tl.zeros((BW,), tl.float32)
+    sum2 = tl.zeros((BW,), tl.float32)
+    own = tl.multiple_of((tl.load(addresses + RANK) + EPOCH_BYTES).to(tl.pointer_type(tl.int64)), 16)
+    for rank in tl.static_range(RANKS):  # in the same order on every rank: the same bits
+        if rank == RANK:
+            got = data
+        else:
+            come = own + (((slot * RANKS + rank) * most + row).to(tl.int64)) * words + word
+            found = tl.load(come, mask=inside, other=0, volatile=True)
+            late = tl.sum((inside & ((found >> 32).to(tl.int32) != epoch)).to(tl.int32), 0)
+            tried = 0
+            while (late > 0) & (tried < tries):
+                found = tl.load(come, mask=inside, other=0, volatile=True)
+                late = tl.sum((inside & ((found >> 32).to(tl.int32) != epoch)).to(tl.int32), 0)
+                tried += step
+            got = found.to(tl.int32)
+        sum1 += _lane(got, x, 0, LANES)
+        sum2 += _lane(got, x, LANES - 1, LANES)
+    tl.debug_barrier()  # all threads have read the epoch
+    tl.store(epochs + at, epoch)
+    sum1 = sum1.to(total.dtype.element_ty).to(tl.float32)
+    sum2 = sum2.to(total.dtype.element_ty).to(tl.float32)
+    first = (first + sum1).to(stream.dtype.element_ty).to(tl.float32)
+    second = (second + sum2).to(stream.dtype.element_ty).to(tl.float32)
+    if ADDS:
+        _write(total, here, inside, first, second, LANES)
+    else:
+        _write(total, here, inside, sum1, sum2, LANES)
+    squares = first * first
+    if LANES == 2:
+        squares += second * second
+    scale = 1.0 / tl.sqrt(tl.sum(squares, 0) / (words * LANES) + eps)
+    first = first * scale * _read(gain, word, inside, 0, LANES)
+    second = second * scale * _read(gain, word, inside, LANES - 1, LANES)
+    _write(y, here, inside, first, second, LANES)
+
+
+def launch_packets(
+    x: Tensor, stream: Tensor, gain: Tensor, eps: float, memory: OneShotMemory, slot: int, *, adds: bool, tries: int
+) -> tuple[Tensor, Tensor]:
+    """Run the kernel; arguments as of :func:`meshfold.kernels.one_shot_packets.packet_sum`."""
+    # Two elements of 16 bits are read together.
+    x, stream, gain = (
+        part.clone() if part.data_ptr() % 4 else part
+        for part in (x.contiguous(), stream.contiguous(), gain.contiguous())
+    )
+    total, y = torch.empty_like(x), torch.empty_like(x)
+    words = x.shape[1] * x.element_size() // 4
+    wide = triton.next_power_of_2(words)
+    launch(
+        _packets,
+        (x.shape[0],),
+        x,
+        memory.addresses,
+        x,
+        stream,
+        gain,
+        total,
+        y,
+        slot,
+        memory.rows,
+        words,
+        eps,
+        tries or 1,
+        int(tries > 0),
+        EPOCH_BYTES=epoch_bytes(memory.rows),
+        RANK=memory.rank,
+        RANKS=memory.addresses.numel(),
+        LANES=4 // x.element_size(),
+        ADDS=adds,
+        BW=wide,
+        num_warps=4 if wide <= 1024 else 8 if wide <= 4096 else 16,
+    )
+    return total, y
