@@ -27,11 +27,12 @@ def whole_gradients(sizes: dict[str, int]) -> Iterator[None]:
     """Note the largest number of bytes that each whole gradient of a chunk takes, by its first parameter."""
     add = WholeGradient.add
 
-    def noted(self: WholeGradient, *args: Any, **kwargs: Any) -> None:
-        add(self, *args, **kwargs)
+    def noted(self: WholeGradient, *args: Any, **kwargs: Any) -> int:
+        noted_bytes = add(self, *args, **kwargs)
         name, complete = self._chunk.spec.names[0], len(self._held) == len(self._chunk.parameters)
         parts = runs_of(self._chunk, self.blocks) if complete else [block.tensor for block in self.blocks]
         sizes[name] = max(sizes.get(name, 0), sum(part.nbytes for part in parts))
+        return noted_bytes
 
     WholeGradient.add = noted  # type: ignore[method-assign]
     try:

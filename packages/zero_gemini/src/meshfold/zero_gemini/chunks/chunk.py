@@ -106,6 +106,8 @@ class Chunk:
         if not self.resident:
             self._own = memory.allocate(self._length, dtype, tier, self._name)
             self.shard = self._own.tensor.zero_()
+        # A released chunk has no storage; views of it stay.
+        self._views = [part.view(shape) for part, shape in zip(parts_of(spec, self._whole), shapes, strict=True)]
         self._nothing = torch.empty(0, dtype=dtype, device=self.device)
         self._step: PendingStep | None = None
         self._all_gathers: list[Pending] = []
@@ -281,8 +283,8 @@ class Chunk:
                 parameter.data = nan.expand(shape)
             self._fp8.show()
             return
-        for parameter, slot, shape in zip(self.parameters, self.spec.slots, self._shapes, strict=True):
-            parameter.data = self._whole[slot.start_elems : slot.start_elems + slot.numel].view(shape)
+        for parameter, view in zip(self.parameters, self._views, strict=True):
+            parameter.data = view
 
     # -- the optimizer's step -----------------------------------------------------------------------------------
 
@@ -403,3 +405,18 @@ class Chunk:
     def __repr__(self) -> str:
         names = self.spec.names
         return f"chunk of {names[0]} to {names[-1]} ({self.spec.size_elems:,} elements)"
+
+
+def parts_of(spec: ChunkSpec, whole: Tensor) -> list[Tensor]:
+    """Return every parameter's elements in a flat tensor of a whole chunk: views, flat, in order of the slots."""
+    lengths: list[int] = []
+    places: list[int] = []
+    end = 0
+    for slot in spec.slots:
+        if slot.start_elems > end:
+            lengths.append(slot.start_elems - end)
+        places.append(len(lengths))
+        lengths.append(slot.numel)
+        end = slot.start_elems + slot.numel
+    pieces = whole.split([*lengths, whole.numel() - end])
+    return [pieces[place] for place in places]

@@ -137,8 +137,8 @@ class ChunkGradient:
         """True if the optimizer has taken it."""
         return self.state is GradState.CONSUMED
 
-    def add(self, place: int, gradient: Tensor) -> None:
-        """Add a gradient.
+    def add(self, place: int, gradient: Tensor) -> int:
+        """Add a gradient. Return its bytes if it is only noted until :meth:`copy_noted`, else 0.
 
         Raises:
             ChunkError: if it comes after the last one.
@@ -156,11 +156,16 @@ class ChunkGradient:
             )
         self.collect()  # a second gradient in one backward, after the first was sent
         holds = self.chunk.is_pushed and self.chunk.group.size > 1 and not self._is_wide and not self._owed
-        self._whole.add(place, gradient, self._sent_dtype, hold=holds)
+        noted_bytes = self._whole.add(place, gradient, self._sent_dtype, hold=holds)
         self.used.add(place)
         self._arrived.add(place)
         if self.state is not GradState.ACCUMULATING:
             self._to(GradState.ACCUMULATING)
+        return noted_bytes
+
+    def copy_noted(self) -> None:
+        """Copy the gradients that were only noted, so that their own memory is free."""
+        self._whole.copy_noted()
 
     def reduce(self, kind: BackwardRole, *, unsure: bool = False) -> None:
         """Start the sum over the group, if due. All ranks of the group must call, in the same order of chunks.

@@ -25,6 +25,8 @@ SLOTS = 6
 _UP_AT_A_TIME = 2  # uploads queued ahead: copies that computation waits for queue behind them
 STREAMING_BYTES = SLOTS * SLOT_BYTES
 """Device memory of the pieces that are on it at a time."""
+_MOST_VIEWS = 64
+"""Sizes of pieces whose views a buffer keeps; a shard has one, and the rest at the end of each of its runs."""
 _ALIGN_ELEMS = 2**14  # alignment of pieces, for blocks of 8-bit moments that share a scale
 
 StepPiece = Callable[[int, AdamState, Tensor, int], None]
@@ -37,6 +39,23 @@ class _Slot:
 
     block: Block
     free: torch.cuda.Event | None = None
+    _views: dict[tuple[tuple[Plane, ...], int], dict[str, Tensor]] = field(default_factory=dict)
+
+    def views(self, planes: tuple[Plane, ...], elements: int) -> dict[str, Tensor]:
+        """Return the planes of a piece in this memory.
+
+        Those of one size are made once: while Python makes them, the thread that trains waits.
+        """
+        known = self._views.get((planes, elements))
+        if known is None:
+            if len(self._views) >= _MOST_VIEWS:
+                self._views.clear()
+            known = self._views[planes, elements] = views(self.block.tensor, planes, elements)
+        return {**known}
+
+    def forget(self) -> None:
+        """Drop the views, which would keep the memory."""
+        self._views.clear()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,6 +159,7 @@ class GpuStreaming:
         for slot in self._slots:
             if slot.free is not None:
                 slot.free.synchronize()
+            slot.forget()
             slot.block.free()
         self._slots.clear()
 
@@ -163,7 +183,7 @@ class GpuStreaming:
     ) -> torch.cuda.Event | None:
         slot = self._slots[self._turn % self.slots]
         self._turn += 1
-        here = views(slot.block.tensor, host.planes_up(), end - begin)
+        here = slot.views(host.planes_up(), end - begin)
         weights, gradient = here.pop(""), here.pop("gradient")
         source, target = (
             {"": state.weights[begin:end], **cut(state.planes, state.tensors, begin, end)} for state in (host, into)

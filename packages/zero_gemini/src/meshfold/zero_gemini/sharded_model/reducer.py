@@ -26,6 +26,7 @@ from meshfold.zero_gemini.runtime.module_hooks import Runtime
 from meshfold.zero_gemini.runtime.open_calls import OpenCalls
 
 _MOST_UNDER_WAY = 6  # pending reductions, if a unit has more chunks
+_MOST_NOTED_BYTES = 32 * 2**20  # of gradients that wait for the copy of several
 
 
 class GradientFlow:
@@ -71,6 +72,8 @@ class GradientFlow:
         self._in_parts: set[ChunkGradient] = set()  # some of their gradients came in a nested backward
         self._in_backward = False
         self._came = False  # a gradient arrived since ``expect``
+        self._noted: dict[ChunkGradient, None] = {}  # some of their gradients wait for a copy
+        self._noted_bytes = 0
         self._handles = [
             parameter.register_post_accumulate_grad_hook(self._arrival(gradient, place))
             for chunk, gradient in gradients.items()
@@ -112,11 +115,22 @@ class GradientFlow:
                     after_gradients(self._ended)
                 if self._calls.note_gradient():
                     self._in_parts.add(gradient)
-                gradient.add(place, found)
+                noted_bytes = gradient.add(place, found)
                 del found
+                if noted_bytes:
+                    self._noted[gradient] = None
+                    self._noted_bytes += noted_bytes
+                    if self._noted_bytes > _MOST_NOTED_BYTES:
+                        self._copy_noted()
                 self._reduce_ready()
 
         return arrive
+
+    def _copy_noted(self) -> None:
+        for gradient in self._noted:
+            gradient.copy_noted()
+        self._noted.clear()
+        self._noted_bytes = 0
 
     def _reduce_ready(self) -> None:
         while self._next < len(self._waiting) and self._is_ready(self._waiting[self._next]):
@@ -158,6 +172,7 @@ class GradientFlow:
             speculative.offer(gradient)
 
     def _ended(self) -> None:
+        self._copy_noted()
         late = [gradient for gradient in self._waiting[: self._next] if gradient.has_late_parts]
         for gradient in [*self._waiting[self._next :], *late]:
             self._reduce(gradient)
@@ -182,6 +197,8 @@ class GradientFlow:
     def _reset(self) -> None:
         self._under_way.clear()
         self._in_parts.clear()
+        self._noted.clear()
+        self._noted_bytes = 0
         self._next, self._in_backward = 0, False
 
     # -- afterwards ---------------------------------------------------------------------------------------------
