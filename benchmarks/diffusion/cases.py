@@ -57,6 +57,7 @@ UNETS = (
     "ours",
     "ours, compiled",
     "ours, compiled, captured",
+    "ours, channels last, compiled, captured",
     "diffusers",
     "diffusers, blocks compiled",
     "diffusers, compiled",

@@ -328,13 +328,31 @@ def test_inductor() -> None:
         torch.testing.assert_close(ours[name], value, rtol=1e-7, atol=1e-9)
 
 
+def test_options_are_of_these_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[dict[str, Any]] = []
+    monkeypatch.setattr(torch, "compile", lambda forward, **settings: given.append(settings) or forward)
+    options = {"force_layout_optimization": True}
+    with Engine(Plain, optimizer=dict(name="adamw", lr=1e-2), compile=dict(options=options)) as engine:
+        assert len(given) == len(engine.compiled_blocks.blocks)
+        assert all(each["options"] == options and each["mode"] is None for each in given)
+        assert str(engine.compiled_blocks).endswith(f"backend inductor, options {options}")
+
+
 # -- what is refused --------------------------------------------------------------------------------------------------
 
 REFUSED: dict[str, tuple[object, dict[str, Any], str]] = {
-    "a word": ("yes", {}, r"compile='yes': write True, False, or dict\(backend=..., mode=..., dynamic=...\)"),
+    "a word": (
+        "yes",
+        {},
+        r"compile='yes': write True, False, or dict\(backend=..., mode=..., dynamic=..., options=...\)",
+    ),
     "a key": (dict(back_end="eager"), {}, "there is no key 'back_end'.*backend"),
     "a back end": (dict(backend="inducter"), {}, "there is no backend 'inducter'.*inductor"),
     "a mode": (dict(mode="max-autotun"), {}, "there is no mode 'max-autotun'.*max-autotune"),
+    "an option": (dict(options=dict(max_autotun=True)), {}, "no option 'max_autotun'.*max_autotune"),
+    "options as a list": (dict(options=["max_autotune"]), {}, "options: write a dict"),
+    "options of another back end": (dict(backend="eager", options={}), {}, "only the back end 'inductor' has options"),
+    "options beside a mode": (dict(mode="max-autotune", options={}), {}, "leave mode out.*max_autotune"),
     "a mode of another": (dict(backend="eager", mode="default"), {}, "only the back end 'inductor' has modes"),
     "dynamic": (dict(dynamic="yes"), {}, "write dynamic=True, False or None"),
     "CUDA graphs": (

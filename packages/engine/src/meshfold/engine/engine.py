@@ -111,8 +111,8 @@ class Engine:
                 ``zero=dict(placement="auto")``, those of the blocks that the plan selects. None: as the model itself does.
             kernels: replaces the model's own operations by fused kernels (:func:`meshfold.kernels.fuse.fuse`): ``"auto"`` (where
                 they are faster), ``"off"``, or a dict with names of rules, as in ``dict(loss=False)``.
-            compile: True, or ``dict(backend=..., mode=..., dynamic=...)``: torch.compile compiles every repeated block, one by
-                one. A model without repeated blocks is compiled as a whole, except under ``zero`` and ``pipeline``.
+            compile: True, or ``dict(backend=..., mode=..., dynamic=..., options=...)``: torch.compile compiles every repeated
+                block, one by one. A model without repeated blocks is compiled as a whole, except under ``zero`` and ``pipeline``.
             cuda_graph: replay forward and backward of ``train_step`` as one CUDA graph per shape of batch, for models so small that
                 launching their kernels takes longer than running them. For ``parallel=dict(data=...)`` without dropout.
             example: a small batch that ``pipeline`` needs to partition a model whose input is not token ids. Its values do not

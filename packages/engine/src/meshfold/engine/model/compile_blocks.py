@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, update_wrapper
 from types import CodeType, FunctionType, MethodType
 from typing import Any
@@ -23,7 +23,7 @@ from meshfold.kernels.fuse import is_compiled
 from meshfold.mesh import ParallelSpec, SpecError, did_you_mean
 from meshfold.mesh.spec import argument_checks as settings
 
-_KEYS = {"backend": None, "mode": None, "dynamic": None}
+_KEYS = {"backend": None, "mode": None, "dynamic": None, "options": None}
 _GRAPH_MODES = ("reduce-overhead", "max-autotune")
 """Modes that replay CUDA graphs, whose parameters and inputs must not move."""
 
@@ -36,15 +36,17 @@ class CompileSettings:
         backend: name of a back end of torch.compile, or a function of a graph and its inputs.
         mode: of Inductor; None for its default.
         dynamic: whether sizes are symbols from the start; None: once they have changed.
+        options: settings of Inductor for these blocks alone, such as ``{"force_layout_optimization": True}``.
     """
 
     backend: str | Callable[..., Any] = "inductor"
     mode: str | None = None
     dynamic: bool | None = None
+    options: Mapping[str, Any] | None = field(default=None, hash=False)
 
     @classmethod
     def parse(cls, value: object) -> CompileSettings | None:
-        """Parse ``True``, ``False`` or a dict with keys among ``backend``, ``mode``, ``dynamic``; None for ``False``.
+        """Parse ``True``, ``False`` or a dict with keys among ``backend``, ``mode``, ``dynamic``, ``options``; None for ``False``.
 
         Raises:
             SpecError: for anything else, and for names that torch.compile does not know.
@@ -55,7 +57,8 @@ class CompileSettings:
             return cls()
         if not isinstance(value, Mapping):
             raise SpecError(
-                f"compile={value!r}: write True, False, or dict(backend=..., mode=..., dynamic=...) with torch.compile's values"
+                f"compile={value!r}: write True, False, or dict(backend=..., mode=..., dynamic=..., options=...) with values of "
+                "torch.compile"
             )
         settings.known_keys("compile", value, value, _KEYS)
         found = cls(**value)
@@ -65,6 +68,8 @@ class CompileSettings:
             _check_name(value, "mode", found.mode, [*torch._inductor.list_mode_options()])
             if found.backend != "inductor":
                 raise SpecError(f"compile={value!r}: only the back end 'inductor' has modes: leave mode or backend out")
+        if found.options is not None:
+            _check_options(value, found)
         if found.dynamic not in (None, True, False):
             raise SpecError(f"compile={value!r}: write dynamic=True, False or None (once sizes have changed)")
         return found
@@ -101,6 +106,26 @@ def _check_name(value: object, key: str, name: object, known: list[str]) -> None
         raise SpecError(
             f"compile={value!r}: there is no {key} {name!r}.{did_you_mean(str(name), known)} Known: {shown}"
         )
+
+
+def _check_options(value: object, found: CompileSettings) -> None:
+    options = found.options
+    if found.backend != "inductor":
+        raise SpecError(f"compile={value!r}: only the back end 'inductor' has options: leave options or backend out")
+    if found.mode is not None:
+        raise SpecError(
+            f"compile={value!r}: a mode is a set of options: leave mode out, and write its options "
+            f"({torch._inductor.list_mode_options(found.mode)}) among yours"
+        )
+    if not isinstance(options, Mapping):
+        raise SpecError(f"compile={value!r}: options: write a dict of Inductor's settings and their values")
+    known = torch._inductor.list_options()
+    for name in options:
+        if name not in known:
+            raise SpecError(
+                f"compile={value!r}: Inductor has no option {name!r}.{did_you_mean(str(name), known)} All: "
+                "torch._inductor.list_options()"
+            )
 
 
 class CompiledBlocks:
@@ -145,7 +170,13 @@ class CompiledBlocks:
             kind = alike.setdefault((type(block), name.rpartition(".")[0], parameter_shapes(block)), len(alike))
             if kind and isinstance(found, MethodType):
                 found = _with_own_code(found, kind)
-            compiled = torch.compile(found, backend=settings.backend, mode=settings.mode, dynamic=settings.dynamic)
+            compiled = torch.compile(
+                found,
+                backend=settings.backend,
+                mode=settings.mode,
+                dynamic=settings.dynamic,
+                options=None if settings.options is None else {**settings.options},
+            )
             self._before.append((block, block.__dict__.get("forward"), compiled))
             block.forward = compiled
 
@@ -156,7 +187,7 @@ class CompiledBlocks:
         else:
             kinds = Counter(type(block).__name__ for block in self.blocks.values())
             what = ", ".join(f"{n} block{'s' * (n > 1)} {kind}" for kind, n in kinds.items())
-        given = {"mode": self._settings.mode, "dynamic": self._settings.dynamic}
+        given = {"mode": self._settings.mode, "dynamic": self._settings.dynamic, "options": self._settings.options}
         options = "".join(f", {name} {value}" for name, value in given.items() if value is not None)
         return f"compiled: {what}{self._where}, backend {self._settings.backend_name}{options}"
 
