@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -122,6 +123,16 @@ CASES: Mapping[str, Case] = {
         recompute="blocks",
         contestants=SHARDED,
     ),
+    "flux-6b": Case(
+        about="half the blocks of that Flux, 6 billion parameters, for GPUs of 80 GiB",
+        kind="FluxTransformer2DModel",
+        config={**_FLUX, "num_layers": 9, "num_single_layers": 19},
+        rows=4,
+        tokens=(1024, 512),
+        ranks=2,
+        recompute="blocks",
+        contestants=SHARDED,
+    ),
 }
 
 
@@ -131,12 +142,13 @@ def tiny(case: Case) -> Case:
     return replace(case, config=config, rows=4, tokens=tuple(min(n, 9) for n in case.tokens), limit=None)
 
 
-def model_of(kind: str, config: Mapping[str, Any]) -> nn.Module:
-    """Return a denoiser on the default device, with weights of a seed and without dropout of classes."""
+def model_of(kind: str, config: Mapping[str, Any], device: torch.device | None = None) -> nn.Module:
+    """Return a denoiser with weights of a seed and without dropout of classes; ``device``: where it is made, if not the default."""
     import diffusers
 
     torch.manual_seed(0)
-    model: nn.Module = getattr(diffusers, kind)(**config)
+    with device or nullcontext():
+        model: nn.Module = getattr(diffusers, kind)(**config)
     for module in model.modules():
         if hasattr(module, "dropout_prob"):
             module.__dict__["dropout_prob"] = 0.0  # drops by torch's own generator: contestants would differ

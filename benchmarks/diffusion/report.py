@@ -12,7 +12,12 @@ from benchmarks.diffusion.cases import CASES, GIB
 from benchmarks.reports import met, read_bars, table
 
 BARS = read_bars("diffusion", ("capped", "diffusers", "dit", "flux"))
-RIVALS = {"sd2": ("diffusers", "diffusers"), "dit-xl": ("dit", "FSDP2"), "flux-12b": ("flux", "FSDP2")}
+RIVALS = {
+    "sd2": ("diffusers", "diffusers"),
+    "dit-xl": ("dit", "FSDP2"),
+    "flux-12b": ("flux", "FSDP2"),
+    "flux-6b": ("flux", "FSDP2"),
+}
 """The bar of each case, and the peer that it is against."""
 HEAD = (
     "contestant",

@@ -53,7 +53,10 @@ def ours(job: dict[str, Any], *, sharded: Mapping[str, Any] = MappingProxyType({
     from meshfold.engine import Engine
 
     limit = job["limit"]
-    model = model_of(job["kind"], job["config"])
+    # A core would draw billions of weights for minutes. The engine gives each rank its part of what is on the host.
+    model = model_of(job["kind"], job["config"], device() if limit is None else None).cpu()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
     spec: dict[str, Any] = dict(data=job["ranks"])
     if limit is not None:
         spec["zero"] = dict(stage=3, gpu_memory_limit=int(limit * GIB))
@@ -115,10 +118,10 @@ def fsdp2(job: dict[str, Any], *, compiled: bool) -> Step:
 
     if not torch.distributed.is_initialized():
         torch.distributed.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
-    model = model_of(job["kind"], job["config"])
+    model = model_of(job["kind"], job["config"], device())
     rows = batch(job, model)
     return step_of(
-        model.to(device()),
+        model,
         rows,
         getattr(torch, job["dtype"]),
         job["backend"] if compiled else None,
