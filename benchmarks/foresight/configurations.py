@@ -106,7 +106,6 @@ def planned(one: Configuration, machine: Machine, folder: Path) -> Foresight:
     """Return the plan of a configuration on a machine, with AdamW and clipping."""
     from meshfold.mesh import ParallelSpec
     from meshfold.planner import explain_misfit
-    from meshfold.planner.step_bytes import WORKSPACE_BYTES
 
     model = one.choose(folder)
     found: Estimate = estimate(
@@ -123,8 +122,6 @@ def planned(one: Configuration, machine: Machine, folder: Path) -> Foresight:
     speed: StepSpeed = step_speed(found, machine, one.precision)
     pipeline = found.pipeline
     held = found.memory.total if pipeline is None else max(memory.total for memory in pipeline.memory)
-    if one.device == "cpu" and "zero" not in one.spec:
-        held -= WORKSPACE_BYTES  # of cuBLAS, which plans count for every machine
     return Foresight(seconds=speed.seconds, bytes=held, misfit=explain_misfit(found, machine))
 
 

@@ -57,11 +57,15 @@ def _note(out: Path, **entries: Any) -> None:
 
 
 def _release(device: torch.device) -> int:
-    """Release what an earlier configuration has left, in cycles of objects too; return the bytes that remain on a GPU."""
+    """Release what an earlier configuration has left, in cycles of objects too; return the bytes that remain on a GPU.
+
+    A limit of an earlier one on this process's share of the GPU ends with it.
+    """
     gc.collect()
     if device.type != "cuda":
         return 0
     torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction(1.0, device)
     return torch.cuda.memory_allocated(device)
 
 

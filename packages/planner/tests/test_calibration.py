@@ -147,6 +147,7 @@ def test_a_machine_is_read_as_it_was_written(name: str, tmp_path: Path) -> None:
         ({"flops": {}}, "flops is empty"),
         ({"flops": {"bf16": -1}}, "flops: bf16=-1 must be"),
         ({"host": 3}, "host=3 must be an object"),
+        ({"kind": "tpu"}, "kind='tpu' must be 'gpu' or 'cpu'"),
         ({"collectives": {"shift": {"latency": 0}}}, "collectives: shift: 'rate' is missing"),
         ({"collectives": {"shift": {"latency": 0, "rate": 1, "by_size": [[1, 2], [2, 1]]}}}, "seconds that never fall"),
         ({"efficiency": {"by_flop": {"bf16": [[2, 0.5], [1, 1.0]]}}}, "by rising FLOP"),
@@ -173,7 +174,7 @@ def test_two_ranks_measure_one_machine() -> None:
     with start() as process:
         found = calibrate(process, TINY, name="two")
         machine = found.machine
-        assert (machine.name, machine.devices, found.ranks) == ("two", 2, 2)
+        assert (machine.name, machine.kind, machine.devices, found.ranks) == ("two", "cpu", 2, 2)
         assert {"fp32", "bf16", "fp64", "fp16"} <= set(machine.flops)
         assert {sample.side for sample in found.matmuls} == set(TINY.sides)
         assert {"all_reduce", "send", "exchange_rows"} < set(machine.collectives)

@@ -15,7 +15,7 @@ from meshfold.kernels.fuse import fuse
 from meshfold.mesh import ParallelSpec
 from meshfold.mesh.model_io import DryRun, LiveBytes
 from meshfold.mesh.testing import run_on_ranks
-from meshfold.planner import estimate
+from meshfold.planner import MACHINES, estimate
 from meshfold.planner.clock import Work
 from meshfold.planner.step_bytes import WORKSPACE_BYTES
 
@@ -48,9 +48,12 @@ class Perceptron(nn.Module):
         return {"loss": F.cross_entropy(logits, torch.flatten(labels[:, 1:]))}
 
 
-def alive_in_a_step(spec: dict[str, Any], accumulate: int, precision: str) -> int:
-    """Return the most bytes that a rank has alive in its second step: parameters, their state, and all else."""
-    live = LiveBytes(round_bytes=512)
+def alive_in_a_step(spec: dict[str, Any], accumulate: int, precision: str, kernels: str = "off") -> int:
+    """Return the most bytes that a rank has alive in its second step: parameters, their state, and all else.
+
+    Without our kernels it is what a GPU has; with them it is what their references on a CPU make.
+    """
+    live = LiveBytes(round_bytes=512 if kernels == "off" else 1)
     with (
         live,
         Engine(
@@ -60,7 +63,7 @@ def alive_in_a_step(spec: dict[str, Any], accumulate: int, precision: str) -> in
             precision=precision,
             clip_grad_norm=1.0,
             gradient_accumulation=accumulate,
-            kernels="off",
+            kernels=kernels,
             device="cpu",
         ) as engine,
     ):
@@ -90,6 +93,15 @@ def planned(spec: dict[str, Any], ranks: int, accumulate: int, precision: str) -
 def test_a_plan_is_what_a_step_has_alive(accumulate: int, precision: str) -> None:
     measured = run_on_ranks(1, alive_in_a_step, {}, accumulate, precision)[0]
     assert planned({}, 1, accumulate, precision) == pytest.approx(measured, rel=0.01)
+
+
+def test_a_plan_for_a_cpu_has_what_the_kernels_references_make_and_no_workspace() -> None:
+    measured = run_on_ranks(1, alive_in_a_step, {}, 1, "bf16", "auto")[0]
+    sizes = dict(batch_size=ROWS, seq_len=TOKENS, precision="bf16")
+    found = estimate(Perceptron, ParallelSpec.parse({}, 1), machine=MACHINES["laptop"], **sizes)  # type: ignore[arg-type]
+    assert found.memory.total == pytest.approx(measured, rel=0.01)
+    of_gpu = estimate(Perceptron, ParallelSpec.parse({}, 1), **sizes)  # type: ignore[arg-type]
+    assert of_gpu.memory.total > found.memory.total + WORKSPACE_BYTES / 2
 
 
 @pytest.mark.parametrize(

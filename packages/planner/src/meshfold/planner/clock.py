@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 from meshfold.kernels import count_kernels
@@ -17,7 +17,7 @@ from meshfold.mesh.model_io import DryRun, LiveBytes, Operator, OperatorCounter
 from meshfold.planner.efficiency import MATMULS, Efficiency
 from meshfold.planner.machines import Machine
 
-__all__ = ["MATMULS", "Work", "attention_share", "optimizer_seconds"]
+__all__ = ["MATMULS", "Work", "attention_share", "kernels_of", "optimizer_seconds"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,20 +34,20 @@ class Work:
 
     @classmethod
     @contextmanager
-    def counted(cls, stand_in: DryRun, memory: LiveBytes | None = None) -> Iterator[OperatorCounter]:
+    def counted(
+        cls, stand_in: DryRun, memory: LiveBytes | None = None, *, kind: str = "gpu"
+    ) -> Iterator[OperatorCounter]:
         """Context manager: count operators on meta tensors. What one of our kernels does on a GPU counts as one operator.
 
         Args:
             stand_in: context in which the model's code runs.
             memory: counts the bytes that are alive, in which a kernel has its results only.
+            kind: of the device: a CPU runs the operators of our kernels' references.
         """
         with ExitStack() as stack:
             counter = stack.enter_context(stand_in.counting(OperatorCounter()))
-            if memory is None:
-                stack.enter_context(count_kernels(counter.as_one))
-            else:
-                live = stack.enter_context(memory)
-                stack.enter_context(count_kernels(lambda function: live.as_one(counter.as_one(function))))
+            live = None if memory is None else stack.enter_context(memory)
+            stack.enter_context(kernels_of(kind, counter, live))
             yield counter
 
     @classmethod
@@ -95,6 +95,18 @@ class Work:
             operators={operator: times * count for operator, count in self.operators.items()},
             repeated_flop=times * self.repeated_flop,
         )
+
+
+def kernels_of(kind: str, counter: OperatorCounter, live: LiveBytes | None = None) -> AbstractContextManager[None]:
+    """Context manager: on meta tensors our kernels run as on a kind of device.
+
+    On a GPU each is one operator, which has its arguments and results only. A CPU runs the operators of its reference.
+    """
+    if kind != "gpu":
+        return nullcontext()
+    if live is None:
+        return count_kernels(counter.as_one)
+    return count_kernels(lambda function: live.as_one(counter.as_one(function)))
 
 
 def attention_share(head_dim: int) -> float:

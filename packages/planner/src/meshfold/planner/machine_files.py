@@ -10,10 +10,10 @@ from typing import Any
 
 from meshfold.mesh import SpecError, did_you_mean
 from meshfold.planner.efficiency import Efficiency, Link
-from meshfold.planner.machines import Host, Machine
+from meshfold.planner.machines import KINDS, Host, Machine
 
 _VERSION = 1
-_WORDS = {"name", "source"}
+_WORDS = {"name", "source", "kind"}
 _MAY_BE_ZERO = {"launch", "error", "latency", "disk", "disk_read", "disk_write"}
 
 
@@ -58,6 +58,8 @@ def read_machine(path: str | Path) -> Machine:
     host = _made(Host, found.pop("host", {}), f"{where}: host")
     collectives = {kind: _made(Link, link, f"{where}: collectives: {kind}") for kind, link in links.items()}
     machine: Machine = _made(Machine, {**found, "host": host, "efficiency": reached, "collectives": collectives}, where)
+    if machine.kind not in KINDS:
+        raise SpecError(f"{where}: kind={machine.kind!r} must be {' or '.join(map(repr, KINDS))}: {_again(path)}")
     if not machine.flops:
         raise SpecError(f"{where}: flops is empty: {_again(path)}")
     return machine

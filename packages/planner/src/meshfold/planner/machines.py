@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from meshfold.zero_gemini.planner import Machine as Rates
 
 
+KINDS = ("gpu", "cpu")
+"""Kinds of devices."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Host:
     """The host of a node, shared by all of its devices.
@@ -60,6 +64,7 @@ class Machine:
         between: the same between nodes.
         latency: seconds of the smallest collective.
         source: where the numbers come from.
+        kind: of the devices: ``"gpu"``, or ``"cpu"`` for ranks that compute on the host's cores.
         launch: seconds in which the host launches an operator (measured beside an H200: 9 µs from Python, 5 in a backward).
         efficiency: shares of these rates that operators reach.
         collectives: kind to its link inside a node, where it was measured; others take ``latency`` and ``inside``.
@@ -75,6 +80,7 @@ class Machine:
     between: float
     latency: float
     source: str
+    kind: str = "gpu"
     launch: float = 7e-6
     efficiency: Efficiency = field(default_factory=Efficiency)
     collectives: Mapping[str, Link] = field(default_factory=dict)
@@ -350,6 +356,7 @@ _LAPTOP = Machine(
     between=1e8,
     latency=3e-4,
     source="rough: eight processes that share a CPU, gloo",
+    kind="cpu",
 )
 
 # Machines of papers: Frontera's nodes of four Quadro RTX 5000 over InfiniBand FDR (Optimus, Tesseract), and Piz Daint's of one P100

@@ -277,7 +277,10 @@ def _seen(asked: _Asked, rank: int) -> _Rank:
             memory, step = (
                 replace(
                     Memory.without_zero(
-                        parameters, [*states.targets.values()], asked.optimizer, fixed_bytes(built.model)
+                        parameters,
+                        [*states.targets.values()],
+                        asked.optimizer,
+                        fixed_bytes(built.model, asked.machine.kind),
                     ),
                     channels=channel_bytes(asked.machine.reaches),
                 ),
@@ -331,7 +334,7 @@ def _run(
         log.entries += [sent] * (len(tie.ranks) - 1) * parameter.requires_grad
     works = stages.microbatches(given)
     with record() as scratch:
-        costs = stage_costs(stages.pipeline, works[0], scratch, stand_in, reducer)
+        costs = stage_costs(stages.pipeline, works[0], scratch, stand_in, reducer, asked.machine.kind)
     return costs, log.entries, works
 
 

@@ -133,7 +133,7 @@ def estimate(
         zero: ZeroEstimate | None = None
         update_bytes = 0
         if spec.zero is None:
-            entries, work, state, memory = _plain_steps(engine, rows, accumulate, stand_in, optimizer)
+            entries, work, state, memory = _plain_steps(engine, rows, accumulate, stand_in, optimizer, on.kind)
             update_bytes = state.update_bytes(clip=clip)
             memory = replace(memory, channels=channel_bytes(on.reaches))
         else:
@@ -229,7 +229,7 @@ def plan_memory(
 
 
 def _plain_steps(
-    engine: Engine, rows: Any, accumulate: int, stand_in: DryRun, optimizer: str
+    engine: Engine, rows: Any, accumulate: int, stand_in: DryRun, optimizer: str, kind: str
 ) -> tuple[list[Entry], Work, Memory, Memory]:
     """Return the collectives and operators of a step without ``zero``, and the memory before its end and at its peak."""
     states = engine.states
@@ -237,10 +237,10 @@ def _plain_steps(
     parameters = list(engine.model.parameters())
     targets = list(states.targets.values())
     earlier, last = Log(), Log()
-    work, peak = Work(), StepBytes(states.reducer, base_bytes=fixed_bytes(engine.model))
+    work, peak = Work(), StepBytes(states.reducer, kind=kind, base_bytes=fixed_bytes(engine.model, kind))
     for log, number in ((earlier, accumulate - 1), (last, 1)):
         if number:
-            with Work.counted(stand_in, peak) as counter, record() as found:
+            with Work.counted(stand_in, peak, kind=kind) as counter, record() as found:
                 _micro_step(engine, rows, found, first=log is earlier or accumulate == 1, last=log is last)
             log.entries = found.entries * number
             work += Work.of(counter) * number

@@ -71,7 +71,7 @@ class StageCosts:
 
 
 def stage_costs(
-    pipeline: Pipeline, work: Microbatch, log: Log, stand_in: DryRun, reducer: GradientReducer | None
+    pipeline: Pipeline, work: Microbatch, log: Log, stand_in: DryRun, reducer: GradientReducer | None, kind: str = "gpu"
 ) -> list[StageCosts]:
     """Run F, B and W of this rank's stages once each.
 
@@ -81,11 +81,12 @@ def stage_costs(
         log: an active recording; its entries are removed.
         stand_in: context in which the model's code runs.
         reducer: has the gradients of the weights; None: nobody has.
+        kind: of the device.
     """
     found = []
     for stage in pipeline.stages.values():
         log.entries.clear()
-        found.append(_costs_of(pipeline, stage, work, log, stand_in, reducer))
+        found.append(_costs_of(pipeline, stage, work, log, stand_in, reducer, kind))
     log.entries.clear()
     return found
 
@@ -97,12 +98,13 @@ def _costs_of(
     log: Log,
     stand_in: DryRun,
     reducer: GradientReducer | None,
+    kind: str,
 ) -> StageCosts:
     plan = pipeline.plan_of(work)
     log.entries.clear()
     done: list[Work] = []
     ends = [0]
-    memory, peaks = StepBytes(reducer), list[int]()
+    memory, peaks = StepBytes(reducer, kind=kind), list[int]()
 
     def counted(phase: str, action: Callable[[], object]) -> None:
         log.phase = phase
@@ -116,7 +118,7 @@ def _costs_of(
     given = stage.random_inputs(plan, pipeline.device)
     batch = [leaf for leaf in tree_leaves((work.args, work.kwargs)) if isinstance(leaf, Tensor)]
     # One counter for all: what a kernel's forward keeps for its backward counts with the counter of the forward.
-    with Work.counted(stand_in, memory) as counter:
+    with Work.counted(stand_in, memory, kind=kind) as counter:
         with saved_for_backward([*pipeline.parameters(), *batch]) as saved:
             counted("forward", lambda: stage.forward(_KEY, work, plan, given))
         for tensor in given:  # kept until its gradient arrives, even if autograd frees it

@@ -16,23 +16,34 @@ WORKSPACE_BYTES = 66 * 2**20
 """Memory that cuBLAS keeps while it is used: two workspaces of 32 MiB and a little (measured on an H200)."""
 
 
-def fixed_bytes(model: nn.Module) -> int:
-    """Return the bytes that are always alive, beside parameters and their state: buffers, and workspaces of cuBLAS."""
-    return sum(buffer.nbytes for buffer in model.buffers()) + WORKSPACE_BYTES
+def workspace_bytes(kind: str) -> int:
+    """Return the bytes of libraries' workspaces on a device of a kind."""
+    return WORKSPACE_BYTES if kind == "gpu" else 0
+
+
+def allocation_bytes(kind: str) -> int:
+    """Return what the allocator of a kind of device makes multiples of."""
+    return 512 if kind == "gpu" else 1
+
+
+def fixed_bytes(model: nn.Module, kind: str) -> int:
+    """Return the bytes that are always alive, beside parameters and their state: buffers, and workspaces of libraries."""
+    return sum(buffer.nbytes for buffer in model.buffers()) + workspace_bytes(kind)
 
 
 class StepBytes(LiveBytes):
-    """Counts all that is alive beside weights and optimizer state, as the CUDA allocator would.
+    """Counts all that is alive beside weights and optimizer state, as the device's allocator would.
 
     Gradients wait in buckets, which are made when the first gradient of a bucket arrives. Their bytes are told apart.
     """
 
-    def __init__(self, reducer: GradientReducer | None, *, base_bytes: int = 0) -> None:
+    def __init__(self, reducer: GradientReducer | None, *, kind: str = "gpu", base_bytes: int = 0) -> None:
         """Args:
         reducer: has the gradients; None: nobody has.
+        kind: of the device.
         base_bytes: always alive in addition.
         """
-        super().__init__(base_bytes=base_bytes, round_bytes=512)
+        super().__init__(base_bytes=base_bytes, round_bytes=allocation_bytes(kind))
         self._reducer = reducer
         self._highest = base_bytes  # since the last look
         self._most, self._gradients, self._others = base_bytes, 0, base_bytes

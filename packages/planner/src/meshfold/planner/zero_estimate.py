@@ -22,15 +22,15 @@ from meshfold.engine.zero import (
     regime_of,
     workload_of_stages,
 )
-from meshfold.kernels import Fp8Weight, count_kernels
+from meshfold.kernels import Fp8Weight
 from meshfold.mesh import Entry, Log, Mesh, record
 from meshfold.mesh.collectives.push import bytes_of_channel, channel_bytes, pushes
 from meshfold.mesh.model_io import DryRun, OperatorCounter
 from meshfold.mesh.spec import ZeroSpec
-from meshfold.planner.clock import Work
+from meshfold.planner.clock import Work, kernels_of
 from meshfold.planner.estimates import Memory
 from meshfold.planner.machines import Machine
-from meshfold.planner.step_bytes import fixed_bytes
+from meshfold.planner.step_bytes import allocation_bytes, fixed_bytes
 from meshfold.zero_gemini import MemoryPlanError, slot_alignment
 from meshfold.zero_gemini.planner import Limits, Plan, Regime, Workload, gather_windows, timeline
 from meshfold.zero_gemini.planner import Machine as Rates
@@ -194,7 +194,7 @@ def trace_without_values(
         precision: of the model.
         blocks: whose recomputation is observed.
     """
-    live = LiveBytes(base_bytes=fixed_bytes(model), round_bytes=512)
+    live = LiveBytes(base_bytes=fixed_bytes(model, machine.kind), round_bytes=allocation_bytes(machine.kind))
     clock = OperatorClock(
         flops=machine.efficiency.matmuls * machine.flops[precision.name],
         bytes_per_second=machine.efficiency.elementwise * machine.memory_rate,
@@ -211,7 +211,7 @@ def trace_without_values(
             tracer = StepTracer(model, memory=live, clock=clock)
             if blocks is not None:
                 stack.enter_context(blocks.watched(tracer.layers))
-            stack.enter_context(count_kernels(lambda function: live.as_one(clock.as_one(function))))
+            stack.enter_context(kernels_of(machine.kind, clock, live))
             stack.enter_context(tracer)
             micro_step()
     finally:

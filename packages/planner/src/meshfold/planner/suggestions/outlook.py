@@ -20,6 +20,7 @@ from meshfold.pipeline import Costs, schedule, simulate_costs
 from meshfold.planner.clock import Work, optimizer_seconds
 from meshfold.planner.estimates import MOMENTS, Memory
 from meshfold.planner.machines import Machine
+from meshfold.planner.step_bytes import workspace_bytes
 from meshfold.planner.suggestions.layouts import Candidate
 from meshfold.planner.suggestions.profile import Message, Part, Profile, Step
 from meshfold.planner.suggestions.rank_bytes import RankBytes
@@ -201,6 +202,7 @@ class _Reckoning:
             regime=clock.regime_of(candidate),
             clips=clock.waits_for_norm,
             limit=clock.machine.memory,
+            workspace=workspace_bytes(clock.machine.kind),
         )
         self.stages, self.micro, self.rows = candidate.family.stages, self.bytes.micro, self.bytes.rows
         self.counts, self.repeated, self.zero = self.bytes.counts, self.bytes.repeated, self.spec.zero

@@ -22,13 +22,13 @@ from meshfold.engine import Engine
 from meshfold.engine.model import find_blocks
 from meshfold.engine.sequence import counted_attention
 from meshfold.engine.states import PlainStates
-from meshfold.kernels import count_kernels
 from meshfold.mesh import Entry, MeshfoldError, ParallelSpec, SpecError, record
 from meshfold.mesh.model_io import DryRun, LiveBytes, Operator, OperatorCounter, saved_for_backward
 from meshfold.mesh.processes import start_fake
-from meshfold.planner.clock import Work
+from meshfold.planner.clock import Work, kernels_of
 from meshfold.planner.estimates import Memory
 from meshfold.planner.planner import run_micro_step
+from meshfold.planner.step_bytes import allocation_bytes
 from meshfold.planner.suggestions.shape import Shape
 from meshfold.planner.zero_estimate import release_gradient
 from meshfold.tensor_parallel.convert import row_multiple
@@ -221,6 +221,7 @@ class Profiler:
         settings: of the engine: precision, rules, kernels, clipping.
         optimizer: a key of :data:`meshfold.planner.estimates.MOMENTS`.
         batch_size: sequences of a global batch: no micro-step has more.
+        kind: of the devices.
         traces: micro-steps that ran so far.
     """
 
@@ -229,6 +230,7 @@ class Profiler:
     settings: Mapping[str, Any]
     optimizer: str
     batch_size: int
+    kind: str = "gpu"
     traces: int = 0
     _found: dict[str, Profile | MeshfoldError] = field(default_factory=dict)
     _shape: Shape | None = None
@@ -296,12 +298,12 @@ class Profiler:
             memory = Memory.without_zero([*engine.model.parameters()], [*states.targets.values()], self.optimizer)
             elements = sum(parameter.numel() for parameter in engine.model.parameters())
             unit, rows = self._rows(engine)
-            with_sums = _micro_step(engine, rows[0], self.seq_len, stand_in, sums=True)
+            with_sums = _micro_step(engine, rows[0], self.seq_len, stand_in, self.kind, sums=True)
             states.close()  # else it would take the gradients
             for parameter in engine.model.parameters():
                 if parameter.requires_grad:
                     parameter.register_post_accumulate_grad_hook(release_gradient)
-            steps = {count: _micro_step(engine, count, self.seq_len, stand_in, alive=True) for count in rows}
+            steps = {count: _micro_step(engine, count, self.seq_len, stand_in, self.kind, alive=True) for count in rows}
             self.traces += 1 + len(steps)
             return Part(
                 steps=steps, summed=with_sums.minus(steps[rows[0]]), memory=memory, elements=elements, unit=unit
@@ -355,7 +357,7 @@ class _Alive:
 
 
 def _micro_step(
-    engine: Engine, rows: int, seq_len: int, stand_in: DryRun, *, sums: bool = False, alive: bool = False
+    engine: Engine, rows: int, seq_len: int, stand_in: DryRun, kind: str, *, sums: bool = False, alive: bool = False
 ) -> Step:
     batch = engine.shard_batch(torch.empty(rows * engine.world.row_size, seq_len, dtype=torch.int64, device="meta"))
     inputs: list[int] = []
@@ -366,14 +368,14 @@ def _micro_step(
 
     blocks = [*find_blocks(engine.model).values()] or [engine.model]
     handles: list[Any] = [blocks[0].register_forward_pre_hook(look, with_kwargs=True)]
-    memory = LiveBytes(round_bytes=512)
+    memory = LiveBytes(round_bytes=allocation_bytes(kind))
     seen = _Alive(memory)
     if alive:
         handles += seen.watch(blocks)
     try:
         with (
             stand_in.counting(_Ordered()) as counter,
-            count_kernels(lambda function: memory.as_one(counter.as_one(function))),
+            kernels_of(kind, counter, memory),
             memory if alive else nullcontext(),
             saved_for_backward([*engine.model.parameters()]) as saved,
             record() as log,

@@ -6,7 +6,6 @@ import math
 from collections.abc import Mapping, Sequence
 
 from meshfold.planner.estimates import Memory
-from meshfold.planner.step_bytes import WORKSPACE_BYTES
 from meshfold.planner.suggestions.layouts import Candidate
 from meshfold.planner.suggestions.profile import Profile
 from meshfold.planner.suggestions.stages import live_microbatches, rank_of, stage_blocks
@@ -36,7 +35,15 @@ class RankBytes:
     """
 
     def __init__(
-        self, candidate: Candidate, profile: Profile, *, batch_size: int, regime: Regime, clips: bool, limit: float
+        self,
+        candidate: Candidate,
+        profile: Profile,
+        *,
+        batch_size: int,
+        regime: Regime,
+        clips: bool,
+        limit: float,
+        workspace: int,
     ) -> None:
         """Args:
         candidate: the spec.
@@ -45,8 +52,10 @@ class RankBytes:
         regime: bytes an element.
         clips: gradients are held until all have arrived.
         limit: bytes of a device.
+        workspace: bytes of libraries there.
         """
         self.candidate, self.profile, self.regime, self.clips = candidate, profile, regime, clips
+        self.workspace = workspace
         spec, self.shape = candidate.spec, profile.shape
         self.spec, self.pipeline, self.zero = spec, spec.pipeline, spec.zero
         self.stages, self.micro = candidate.family.stages, candidate.microbatches
@@ -100,7 +109,7 @@ class RankBytes:
             )  # the first micro-step's are there when the next begins
             alive = (self._alive(rank, live, self.repeated) for rank in self._looked_at)
             most = max(max(early + max(inside, outside), held.gradients + inside / 2) for inside, outside in alive)
-            return held.total - held.gradients + most + WORKSPACE_BYTES, 0.0
+            return held.total - held.gradients + most + self.workspace, 0.0
         return max(self._with_zero(rank, live) for rank in self._looked_at)
 
     def _edge(self, rank: int) -> float:
@@ -158,7 +167,7 @@ class RankBytes:
             outside + gathered * head + gradients * early,
             gradients * late + (gathered + passing) * 2 * block + self.alive.inside / 2,
         )
-        fixed = parameters + state + WORKSPACE_BYTES
+        fixed = parameters + state + self.workspace
         return fixed + most, parameters + state + gradients * late
 
     def _share_to_repeat(self, limit: float) -> float:

@@ -116,6 +116,7 @@ class Search:
             seq_len=self.seq_len,
             batch_size=self.batch_size,
             optimizer=given["optimizer"],
+            kind=self.machine.kind,
             settings=dict(
                 precision=self.precision,
                 rules=given["rules"],
