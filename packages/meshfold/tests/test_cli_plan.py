@@ -17,6 +17,7 @@ from meshfold.mesh import ParallelSpec, record
 from meshfold.mesh.testing import run_on_ranks
 from meshfold.models import build, preset
 from meshfold.planner import MACHINES, Estimate, Machine, estimate, find_machine, step_times
+from meshfold.planner.efficiency import Launches
 from meshfold.planner.report import memory_table, mesh_picture
 from meshfold.planner.step_bytes import WORKSPACE_BYTES
 
@@ -124,7 +125,7 @@ def test_times_add_up() -> None:
         inside=1e3,
         between=1e2,
         latency=0.0,
-        launch=0.0,
+        launches=Launches.of_all(0.0),
         source="made up",
     )
     took = step_times(plan, flat, "bf16")

@@ -32,8 +32,9 @@ from meshfold.planner.calibration import (
     typical_link,
     write_machine,
 )
+from meshfold.planner.calibration.launches import Counts, HostSeconds, counted, launches_of
 from meshfold.planner.clock import Work
-from meshfold.planner.efficiency import Efficiency, Link
+from meshfold.planner.efficiency import Efficiency, Launches, Link
 
 H200 = MACHINES["h200x8"]
 SIZES = [1024 * 4**n for n in range(8)]
@@ -111,11 +112,11 @@ def test_small_matmuls_take_longer_on_a_measured_machine() -> None:
     reached = Efficiency(matmuls=0.5, by_flop={"bf16": ((1e6, 0.25), (1e8, 0.75), (1e10, 1.0))})
     assert [reached.of_matmul("bf16", flop) for flop in (1e3, 1e7, 1e12)] == [0.125, pytest.approx(0.25), 0.5]
     assert reached.of_matmul("fp32", 1e3) == 0.5  # not measured: as large ones
-    machine = replace(H200, flops={"bf16": 1e12}, memory_rate=1e9, launch=0.0, efficiency=reached)
+    machine = replace(H200, flops={"bf16": 1e12}, memory_rate=1e9, launches=Launches.of_all(0.0), efficiency=reached)
     work = Work(operators={Operator(10**7): 3, Operator(0, bytes=10**9): 1})
     assert work.seconds(machine, "bf16") == pytest.approx(3 * 1e7 / 0.25e12 + 1)
     half = replace(machine, efficiency=replace(reached, elementwise=0.5))
-    assert half.launch == 0 and work.seconds(half, "bf16") == pytest.approx(3 * 1e7 / 0.25e12 + 2)
+    assert half.launches.forward == 0 and work.seconds(half, "bf16") == pytest.approx(3 * 1e7 / 0.25e12 + 2)
 
 
 def test_a_measured_kind_takes_its_own_link_inside_a_node() -> None:
@@ -169,6 +170,42 @@ def test_a_missing_or_broken_file_says_how_to_make_one(tmp_path: Path) -> None:
         find_machine(str(tmp_path / "text.json"))
 
 
+def test_launches_explain_the_seconds_that_a_model_took() -> None:
+    known = Launches(forward=2.0, backward=1.0, kernel_forward=5.0, kernel_backward=7.0, parameter=3.0)
+    without = Counts(forward=10, backward=30, kernels_forward=0, kernels_backward=0, parameters=4)
+    fused = Counts(forward=8, backward=26, kernels_forward=2, kernels_backward=3, parameters=4)
+
+    def took(counts: Counts) -> HostSeconds:
+        return HostSeconds(
+            forward=2.0 * counts.forward + 5.0 * counts.kernels_forward,
+            backward=1.0 * counts.backward + 7.0 * counts.kernels_backward,
+            update=3.0 * counts.parameters,
+        )
+
+    assert launches_of(took(without), took(fused), without, fused) == known
+    # Where no kernel runs, one takes as long as any operator; and noise makes no launch free.
+    assert launches_of(took(without), took(without), without, without).kernel_backward == 1.0
+    quick = replace(took(fused), forward=0.0)
+    assert launches_of(took(without), quick, without, fused).kernel_forward == 1.0
+
+
+def test_the_model_that_measures_launches_has_kernels_on_a_gpu_only() -> None:
+    plain, fused, cpu = (counted(2, *where) for where in (("cuda", "off"), ("cuda", "auto"), ("cpu", "auto")))
+    assert plain.kernels_forward == cpu.kernels_forward == 0
+    assert fused.kernels_forward == fused.kernels_backward == 4  # two norms of each layer
+    assert fused.forward <= plain.forward - 4 and plain.parameters == 2 * 12 + 3  # sums go into the norms
+
+
+def test_a_file_with_one_number_for_all_launches_is_read(tmp_path: Path) -> None:
+    file = tmp_path / "machine.json"
+    write_machine(H200, file, {})
+    assert find_machine(str(file)).launches == H200.launches
+    found = json.loads(file.read_text())
+    del found["launches"]
+    file.write_text(json.dumps(found | {"launch": 1e-6}))
+    assert find_machine(str(file)).launches == Launches.of_all(1e-6)
+
+
 @ranks(2)
 def test_two_ranks_measure_one_machine() -> None:
     with start() as process:
@@ -178,7 +215,13 @@ def test_two_ranks_measure_one_machine() -> None:
         assert {"fp32", "bf16", "fp64", "fp16"} <= set(machine.flops)
         assert {sample.side for sample in found.matmuls} == set(TINY.sides)
         assert {"all_reduce", "send", "exchange_rows"} < set(machine.collectives)
-        numbers = [machine.inside, machine.latency, machine.memory_rate, machine.flops["fp32"], machine.launch]
+        numbers = [
+            machine.inside,
+            machine.latency,
+            machine.memory_rate,
+            machine.flops["fp32"],
+            machine.launches.forward,
+        ]
         mine = torch.tensor(numbers, dtype=torch.float64)
         mesh = Mesh({"rank": 2})
         assert torch.equal(all_reduce(mine, mesh.group("rank")), 2 * mine)  # both ranks have the same

@@ -15,7 +15,8 @@ from meshfold.mesh import ParallelSpec
 from meshfold.mesh.model_io import DryRun, Operator
 from meshfold.models import GPT, GPTConfig, Llama, LlamaConfig
 from meshfold.planner import MACHINES, Estimate, estimate, step_speed, step_times
-from meshfold.planner.clock import Work, attention_share, optimizer_seconds
+from meshfold.planner.clock import Phases, Work, attention_share, optimizer_seconds
+from meshfold.planner.efficiency import Launches
 
 H200 = MACHINES["h200x8"]
 BIG = LlamaConfig(vocab_size=32_000, hidden=1024, layers=4, heads=8, ffn=2816, max_positions=1024)
@@ -30,7 +31,7 @@ def planned(parallel: dict[str, Any], ranks: int = 4, **settings: Any) -> Estima
 
 
 def test_an_operator_takes_the_longer_of_flop_and_bytes() -> None:
-    flat = replace(H200, flops={"bf16": 1e12}, memory_rate=1e9, launch=0.0)
+    flat = replace(H200, flops={"bf16": 1e12}, memory_rate=1e9, launches=Launches.of_all(0.0))
     matmuls = 0.86e12
     work = Work(
         operators={
@@ -40,7 +41,7 @@ def test_an_operator_takes_the_longer_of_flop_and_bytes() -> None:
         }
     )
     assert work.seconds(flat, "bf16") == pytest.approx(2e12 / matmuls + 3 + 0.5e12 / (matmuls * attention_share(128)))
-    assert work.seconds(replace(flat, launch=100.0), "bf16") == 6 * 100.0  # the host needs longer
+    assert work.seconds(replace(flat, launches=Launches.of_all(100.0)), "bf16") == 6 * 100.0  # the host needs longer
     assert work.flop == 2 * 10**12 + 3 * 10**3 + 10**12
     assert (work + work * 2).flop == 3 * work.flop
     assert attention_share(64) < attention_share(128) == attention_share(256)
@@ -134,10 +135,40 @@ WORK = st.lists(
 )
 
 
+def test_a_device_waits_for_the_hosts_launches() -> None:
+    """Both begin together, and operators queue: what ends last is the device, the host, or a backward after a slow forward."""
+
+    def seconds(forward: float, backward: float, ahead: float, behind: float, runs: int = 1) -> float:
+        return Phases(
+            forward=forward, backward=backward, launched_forward=ahead, launched_backward=behind, runs=runs
+        ).seconds
+
+    assert seconds(3, 5, 1, 1) == 8  # the host is always ahead
+    assert seconds(1, 1, 3, 5) == 8  # the device always waits
+    assert seconds(1, 5, 3, 1) == 8  # in the forward only: the backward begins late
+    assert seconds(5, 1, 1, 3) == 6  # launches of the backward were queued during the forward
+    assert seconds(2, 10, 6, 2, runs=2) == 14  # a second forward is launched during the first backward
+
+
+def test_launches_are_those_of_a_phase_and_of_our_kernels() -> None:
+    host = Launches(forward=1.0, backward=2.0, kernel_forward=10.0, kernel_backward=20.0)
+    on = replace(H200, launches=host)
+    x = torch.empty(64, 256, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    weight = torch.empty(256, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    with DryRun() as run, Work.counted(run) as counter:
+        y = rms_norm(x, weight) @ torch.empty(256, 8, dtype=torch.bfloat16, device="meta")
+        y.backward(torch.empty_like(y))
+    found = Work.of(counter).phases(on, "bf16")
+    assert found.launched_forward == 10.0 + 1.0  # the kernel and the product
+    others = sum(count for one, count in counter.counts.items() if one.phase == "backward" and not one.ours)
+    assert others > 0 and found.launched_backward == 20.0 + 2.0 * others
+    assert found.forward > 0 < found.backward
+
+
 @given(WORK, st.floats(1.0, 100.0))
 def test_a_faster_machine_is_never_slower(rows: list[tuple[int, int, int, int]], factor: float) -> None:
     work = Work(operators={Operator(flop, moved, head_dim): count for flop, moved, head_dim, count in rows})
-    free = replace(H200, launch=0.0)
+    free = replace(H200, launches=Launches.of_all(0.0))
     before = work.seconds(free, "bf16")
     faster = replace(free, memory_rate=factor * H200.memory_rate)
     quicker = replace(faster, flops={"bf16": factor * H200.flops["bf16"]})

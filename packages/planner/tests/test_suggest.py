@@ -19,6 +19,7 @@ from meshfold.mesh import Mesh, MeshfoldError, ParallelSpec, SpecError
 from meshfold.mesh.spec import TensorSpec
 from meshfold.models import GPT, GPTConfig, Llama, LlamaConfig, MoELlamaConfig
 from meshfold.planner import MACHINES, Machine, Suggestion, fits, step_speed, suggest
+from meshfold.planner.efficiency import Launches
 from meshfold.planner.machines import leaves_node, ranks_of_a_node
 from meshfold.planner.suggestions import Candidate, Clock, Family, candidates, families, plan_of
 from meshfold.planner.suggestions.profile import Profile, Profiler
@@ -34,7 +35,7 @@ def small() -> nn.Module:
 
 
 def machine(memory: float = 79.0, **changes: Any) -> Machine:
-    return replace(H100, memory=memory * GIB, launch=0.5e-6, **changes)
+    return replace(H100, memory=memory * GIB, launches=Launches.of_all(0.5e-6), **changes)
 
 
 def suggested(on: Machine | None = None, build: Callable[[], nn.Module] = small, **changes: Any) -> Suggestion:

@@ -2,7 +2,7 @@
 
 Operators are counted once, on meta tensors (:class:`meshfold.mesh.model_io.OperatorCounter`), and timed for any machine. An
 operator takes the longer of two times: its FLOP at the rate of matmuls, and the bytes that it reads and writes at the rate of
-memory.
+memory. The host launches operators one after the other, too: a device that is faster waits for it (:class:`Phases`).
 """
 
 from __future__ import annotations
@@ -10,14 +10,62 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from meshfold.kernels import count_kernels
-from meshfold.mesh.model_io import DryRun, LiveBytes, Operator, OperatorCounter
+from meshfold.mesh.model_io import FORWARD, DryRun, LiveBytes, Operator, OperatorCounter
 from meshfold.planner.efficiency import MATMULS, Efficiency
 from meshfold.planner.machines import Machine
 
-__all__ = ["MATMULS", "Work", "attention_share", "kernels_of", "optimizer_seconds"]
+__all__ = ["MATMULS", "Phases", "Work", "attention_share", "kernels_of", "optimizer_seconds"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Phases:
+    """Seconds of forwards and of their backwards: of a device that runs operators in sequence, and of the host that launches them.
+
+    Attributes:
+        forward: of the device.
+        backward: the same.
+        launched_forward: of the host.
+        launched_backward: the same.
+        runs: forwards, each followed by its backward.
+    """
+
+    forward: float
+    backward: float
+    launched_forward: float
+    launched_backward: float
+    runs: int = 1
+
+    @property
+    def device(self) -> float:
+        """Seconds of the device if launching took no time."""
+        return self.forward + self.backward
+
+    @property
+    def host(self) -> float:
+        """Seconds of the host."""
+        return self.launched_forward + self.launched_backward
+
+    @property
+    def longer(self) -> float:
+        """Seconds of the device or of the host, where neither begins with an empty queue."""
+        return max(self.device, self.host)
+
+    @property
+    def seconds(self) -> float:
+        """Seconds from the first launch to the end of the last operator.
+
+        Operators queue: while the device is behind, the host goes ahead. Both begin together, so a run ends with the longest of:
+        the device alone, the host alone, and a device that has waited for all launches of the forward.
+        """
+        first = max(self.longer, self.launched_forward + self.backward)
+        return self.longer + (first - self.longer) / max(1, self.runs)
+
+    def waiting(self, forward: float, backward: float) -> Phases:
+        """Return the same with seconds of messages that the device waits for."""
+        return replace(self, forward=self.forward + forward, backward=self.backward + backward)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,10 +75,12 @@ class Work:
     Attributes:
         operators: each with its count.
         repeated_flop: of matmuls and attention that recomputation runs again.
+        runs: forwards, each followed by its backward.
     """
 
     operators: Mapping[Operator, int] = field(default_factory=dict)
     repeated_flop: int = 0
+    runs: int = 1
 
     @classmethod
     @contextmanager
@@ -61,24 +111,37 @@ class Work:
         return sum(count * operator.flop for operator, count in self.operators.items())
 
     def seconds(self, machine: Machine, precision: str) -> float:
-        """Return its seconds on a machine: the operators in sequence, or the host's launches if they take longer."""
+        """Return its seconds on a machine."""
+        return self.phases(machine, precision).seconds
+
+    def phases(self, machine: Machine, precision: str) -> Phases:
+        """Return its seconds on a machine by phase, of the device and of the host that launches its operators."""
         reached, flops = machine.efficiency, machine.flops[precision]
         every, some = reached.matmuls * flops, bool(reached.by_flop.get(precision))
         moved = reached.elementwise * machine.memory_rate
-        in_turn = launches = 0.0
+        spent = {True: 0.0, False: 0.0}  # after the forward, or in it
+        launched = {True: 0.0, False: 0.0}
         for operator, count in self.operators.items():
             if operator.head_dim:
                 rate = every * reached.of_attention(operator.head_dim)
             else:
                 rate = flops * reached.of_matmul(precision, operator.flop) if some and operator.flop else every
-            in_turn += count * max(operator.computed * operator.flop / rate, operator.bytes / moved)
-            launches += count * machine.launch
-        return max(in_turn, launches)
+            later = operator.phase != FORWARD
+            spent[later] += count * max(operator.computed * operator.flop / rate, operator.bytes / moved)
+            launched[later] += count * machine.launches.of(operator)
+        return Phases(
+            forward=spent[False],
+            backward=spent[True],
+            launched_forward=launched[False],
+            launched_backward=launched[True],
+            runs=self.runs,
+        )
 
     def __add__(self, other: Work) -> Work:
         return Work(
             operators=Counter(self.operators) + Counter(other.operators),
             repeated_flop=self.repeated_flop + other.repeated_flop,
+            runs=max(1, self.runs * bool(self.operators) + other.runs * bool(other.operators)),
         )
 
     def minus(self, earlier: Work) -> Work:
@@ -88,12 +151,14 @@ class Work:
         return Work(
             operators={operator: count for operator, count in found.items() if count},
             repeated_flop=self.repeated_flop - earlier.repeated_flop,
+            runs=self.runs,
         )
 
     def __mul__(self, times: int) -> Work:
         return Work(
             operators={operator: times * count for operator, count in self.operators.items()},
             repeated_flop=times * self.repeated_flop,
+            runs=max(1, times * self.runs),
         )
 
 

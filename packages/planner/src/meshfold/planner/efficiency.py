@@ -7,6 +7,8 @@ from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from meshfold.mesh.model_io import BACKWARD, Operator
+
 MATMULS = 0.86
 """Share of one large matmul's rate that a model's matmuls reach in sequence (measured: OPT-6.7B on an H200)."""
 OPTIMIZER = 0.82
@@ -50,6 +52,39 @@ class Efficiency:
     def of_attention(self, head_dim: int) -> float:
         """Return the share of the matmuls' rate that attention with heads of this size reaches: that of the nearest known size."""
         return self.attention[min(self.attention, key=lambda size: abs(size - head_dim))]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launches:
+    """Seconds in which a host launches what a device runs, Python around it included.
+
+    Defaults are those of a quick host, between an H200's (9 µs for the smallest operator from Python, 5 in a backward) and what
+    an H100's took for operators of whole models (100 µs, 40 in a backward).
+
+    Attributes:
+        forward: of an operator in a forward, and in one that recomputation runs again.
+        backward: of an operator in a backward, which autograd launches.
+        kernel_forward: of one of our kernels in a forward.
+        kernel_backward: the same in a backward.
+        parameter: of a parameter in the optimizer's step: its gradient's norm, its scale and its update.
+    """
+
+    forward: float = 2e-5
+    backward: float = 1e-5
+    kernel_forward: float = 4e-5
+    kernel_backward: float = 4e-5
+    parameter: float = 1e-5
+
+    @classmethod
+    def of_all(cls, seconds: float) -> Launches:
+        """Return launches that take the same for all operators."""
+        return cls(forward=seconds, backward=seconds, kernel_forward=seconds, kernel_backward=seconds, parameter=0.0)
+
+    def of(self, operator: Operator) -> float:
+        """Return the seconds for an operator."""
+        if operator.phase == BACKWARD:
+            return self.kernel_backward if operator.ours else self.backward
+        return self.kernel_forward if operator.ours else self.forward
 
 
 @dataclass(frozen=True, kw_only=True)

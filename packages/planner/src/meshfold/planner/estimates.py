@@ -143,6 +143,7 @@ class Estimate:
         traffic: bytes it sends, by kind.
         work: operators that rank 0 runs per step, without those of the optimizer.
         update_bytes: that the optimizer's step on rank 0 reads and writes; 0 under ``zero``, whose plan has its seconds.
+        updated: trainable parameters on rank 0.
         shapes: name to global shape, of every tensor in a checkpoint.
         summary: what tensor parallelism did, in a line; empty without it.
         report: the same in full.
@@ -163,6 +164,7 @@ class Estimate:
     traffic: tuple[Traffic, ...]
     work: Work
     update_bytes: int
+    updated: int
     shapes: dict[str, tuple[int, ...]]
     summary: str
     report: str
@@ -198,16 +200,21 @@ class Times:
     """Seconds of an optimizer step by purpose.
 
     Attributes:
-        compute: operators of forwards and backwards, one after the other.
+        compute: operators of forwards and backwards, one after the other, as the host launches them.
         tensor: traffic of activations and their gradients, which the next operator waits for.
         data: traffic of gradients and parameters, which may run beside both.
         optimizer: the step of the optimizer on the device; 0 under ``zero``, whose plan has it.
+        busy: compute and what the next operator waits for together: a device that waits for the host may have both at once. None:
+            one after the other.
+        host: launches of all operators, of the optimizer's step too.
     """
 
     compute: float
     tensor: float
     data: float
     optimizer: float = 0.0
+    busy: float | None = None
+    host: float = 0.0
 
     @property
     def apart(self) -> float:
@@ -216,8 +223,9 @@ class Times:
 
     @property
     def overlapped(self) -> float:
-        """Seconds with gradient traffic overlapped with the rest of forward and backward."""
-        return max(self.compute + self.tensor, self.data) + self.optimizer
+        """Seconds with gradient traffic overlapped with the rest of forward and backward, and no less than the host's."""
+        busy = self.compute + self.tensor if self.busy is None else self.busy
+        return max(max(busy, self.data) + self.optimizer, self.host)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -240,9 +248,9 @@ def step_speed(found: Estimate, machine: Machine, precision: str) -> StepSpeed:
     """Return how fast a spec trains: the one time of a step for every spec, by which specs can be compared."""
     times = step_times(found, machine, precision)
     if found.pipeline is not None:
-        seconds = max(found.pipeline.seconds, times.data) + times.optimizer
+        seconds = max(max(found.pipeline.seconds, times.data) + times.optimizer, times.host)
     else:
-        seconds = times.overlapped if found.plan is None else max(found.plan.seconds, times.compute)
+        seconds = times.overlapped if found.plan is None else max(found.plan.seconds, times.compute, times.host)
     own = found.work.flop - found.work.repeated_flop
     return StepSpeed(
         seconds=seconds,
@@ -254,15 +262,21 @@ def step_speed(found: Estimate, machine: Machine, precision: str) -> StepSpeed:
 def step_times(found: Estimate, machine: Machine, precision: str) -> Times:
     """Return the seconds that a step takes on a machine, by purpose."""
     mesh = Mesh(found.spec.axes, rank=0)
-    spent = {"tensor": 0.0, "data": 0.0}
+    spent = {"forward": 0.0, "backward": 0.0, "data": 0.0}
     for entry in found.traffic:
         rate = machine.slowest(mesh, entry.axes, entry.kind)
         seconds = machine.message_seconds(entry.kind, entry.bytes, rate, calls=entry.calls)
-        spent["data" if entry.phase in ("weights", "gradients", "parameters") else "tensor"] += seconds
+        hidden = entry.phase in ("weights", "gradients", "parameters")
+        spent["data" if hidden else "backward" if entry.phase == "backward" else "forward"] += seconds
+    phases = found.work.phases(machine, precision)
+    waits = spent["forward"], spent["backward"]
     return Times(
-        compute=found.work.seconds(machine, precision),
+        compute=phases.seconds,
+        tensor=sum(waits),
+        data=spent["data"],
         optimizer=optimizer_seconds(found.update_bytes, machine),
-        **spent,
+        busy=phases.waiting(*waits).seconds,
+        host=phases.host + found.updated * machine.launches.parameter,
     )
 
 

@@ -9,12 +9,20 @@ from pathlib import Path
 from typing import Any
 
 from meshfold.mesh import SpecError, did_you_mean
-from meshfold.planner.efficiency import Efficiency, Link
+from meshfold.planner.efficiency import Efficiency, Launches, Link
 from meshfold.planner.machines import KINDS, Host, Machine
 
 _VERSION = 1
 _WORDS = {"name", "source", "kind"}
-_MAY_BE_ZERO = {"launch", "error", "latency", "disk", "disk_read", "disk_write"}
+_MAY_BE_ZERO = {
+    "launch",
+    *(field.name for field in fields(Launches)),
+    "error",
+    "latency",
+    "disk",
+    "disk_read",
+    "disk_write",
+}
 
 
 def write_machine(machine: Machine, path: Path, samples: Mapping[str, Any]) -> None:
@@ -52,12 +60,16 @@ def read_machine(path: str | Path) -> Machine:
     found.pop("samples", None)
     where = f"machine {str(path)!r}"
     reached = _made(Efficiency, found.pop("efficiency", {}), f"{where}: efficiency")
+    launches = _made(Launches, found.pop("launches", {}), f"{where}: launches")
+    if "launch" in found:  # of files that have one number for all
+        launches = Launches.of_all(_number("launch", found.pop("launch"), where))
     links = found.pop("collectives", {})
     if not isinstance(links, dict):
         raise SpecError(f"{where}: collectives={links!r} must map kinds to links: {_again(path)}")
     host = _made(Host, found.pop("host", {}), f"{where}: host")
     collectives = {kind: _made(Link, link, f"{where}: collectives: {kind}") for kind, link in links.items()}
-    machine: Machine = _made(Machine, {**found, "host": host, "efficiency": reached, "collectives": collectives}, where)
+    parts = {"host": host, "efficiency": reached, "launches": launches, "collectives": collectives}
+    machine: Machine = _made(Machine, {**found, **parts}, where)
     if machine.kind not in KINDS:
         raise SpecError(f"{where}: kind={machine.kind!r} must be {' or '.join(map(repr, KINDS))}: {_again(path)}")
     if not machine.flops:
@@ -85,7 +97,7 @@ def _made(kind: type[Any], values: Any, where: str) -> Any:
 
 def _checked(name: str, value: Any, where: str) -> Any:
     """Return a value with the types that the dataclass has; numbers must be above zero."""
-    if isinstance(value, Host | Efficiency | Link) or (isinstance(value, str) and name in _WORDS):
+    if isinstance(value, Host | Efficiency | Launches | Link) or (isinstance(value, str) and name in _WORDS):
         return value
     if name == "by_size" and isinstance(value, list):
         pairs = tuple((_number(name, a, where), _number(name, b, where)) for a, b in value)

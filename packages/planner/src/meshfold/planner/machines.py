@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from meshfold.mesh import Mesh, SpecError, did_you_mean
 from meshfold.planner.efficiency import OPTIMIZER as OPTIMIZER
-from meshfold.planner.efficiency import Efficiency, Link
+from meshfold.planner.efficiency import Efficiency, Launches, Link
 
 if TYPE_CHECKING:
     from meshfold.zero_gemini.planner import Machine as Rates
@@ -65,7 +65,7 @@ class Machine:
         latency: seconds of the smallest collective.
         source: where the numbers come from.
         kind: of the devices: ``"gpu"``, or ``"cpu"`` for ranks that compute on the host's cores.
-        launch: seconds in which the host launches an operator (measured beside an H200: 9 µs from Python, 5 in a backward).
+        launches: seconds in which the host launches operators.
         efficiency: shares of these rates that operators reach.
         collectives: kind to its link inside a node, where it was measured; others take ``latency`` and ``inside``.
     """
@@ -81,7 +81,7 @@ class Machine:
     latency: float
     source: str
     kind: str = "gpu"
-    launch: float = 7e-6
+    launches: Launches = field(default_factory=Launches)
     efficiency: Efficiency = field(default_factory=Efficiency)
     collectives: Mapping[str, Link] = field(default_factory=dict)
 

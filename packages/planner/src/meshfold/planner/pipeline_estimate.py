@@ -110,6 +110,7 @@ class _Rank:
     step: list[Entry]
     memory: Memory
     local_parameters: int
+    updated: int
     microbatches: int
     outer_axes: tuple[str, ...]
     problem: StageProblem | None
@@ -202,6 +203,7 @@ def estimate_pipeline(
         work=sum((work for stage in seen[rank].stages for work in stage.work), Work())
         * (accumulate * seen[rank].microbatches),
         update_bytes=0 if spec.zero is not None else seen[rank].memory.update_bytes(clip=clip),
+        updated=seen[rank].updated,
         seconds=whole.seconds + time.perf_counter() - begin,
         plan=plans[rank] if plans else None,
         refusal=refusals[0] if refusals else "",
@@ -298,6 +300,7 @@ def _seen(asked: _Asked, rank: int) -> _Rank:
             step=step,
             memory=memory,
             local_parameters=sum(parameter.numel() for parameter in built.model.parameters()),
+            updated=sum(parameter.requires_grad for parameter in built.model.parameters()),
             microbatches=len(works),
             outer_axes=world.outer_axes,
             problem=problem,

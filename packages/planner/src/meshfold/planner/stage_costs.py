@@ -57,16 +57,17 @@ class StageCosts:
         return forward, backward, weight
 
     def seconds(self, machine: Machine, mesh: Mesh, precision: str) -> tuple[float, float, float]:
-        """Return the times of F, B and W: their operators, then collectives over axes other than the pipeline's."""
-        forward, backward, weight = (
-            work.seconds(machine, precision)
-            + sum(
+        """Return the times of F, B and W: of their operators and of collectives over axes other than the pipeline's, one after the
+        other, or of launching them."""
+        found = []
+        for work, sent in zip(self.work, self.entries, strict=True):
+            waits = sum(
                 machine.message_seconds(entry.kind, float(entry.bytes), machine.slowest(mesh, entry.axes, entry.kind))
                 for entry in sent
                 if entry.group_size > 1
             )
-            for work, sent in zip(self.work, self.entries, strict=True)
-        )
+            found.append(work.phases(machine, precision).waiting(waits, 0.0).longer)
+        forward, backward, weight = found
         return forward, backward, weight
 
 

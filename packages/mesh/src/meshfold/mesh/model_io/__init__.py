@@ -20,11 +20,14 @@ from meshfold.mesh.model_io.labels import (
 )
 from meshfold.mesh.model_io.lazy_tensor import ShardedOutput, lazy_gather, local_shard
 from meshfold.mesh.model_io.live_bytes import LiveBytes
-from meshfold.mesh.model_io.operators import Operator, OperatorCounter
+from meshfold.mesh.model_io.operators import BACKWARD, FORWARD, REPEATED, Operator, OperatorCounter
 
 __all__ = [
+    "BACKWARD",
+    "FORWARD",
     "IGNORE_INDEX",
     "LABEL_NAMES",
+    "REPEATED",
     "DryRun",
     "LiveBytes",
     "Operator",

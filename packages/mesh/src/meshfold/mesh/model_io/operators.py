@@ -13,6 +13,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+FORWARD, BACKWARD, REPEATED = "forward", "backward", "repeated"
+
 
 @dataclass(frozen=True, slots=True)
 class Operator:
@@ -23,12 +25,16 @@ class Operator:
         bytes: that it reads and writes.
         head_dim: of attention, whose matmuls reach less of a device's rate; 0 of other operators.
         computed: share of its FLOP that is computed: causal attention skips half of the pairs that are counted.
+        phase: in which it runs: :data:`FORWARD`, :data:`BACKWARD`, or :data:`REPEATED`: of a forward that a backward runs again.
+        ours: it is one of our kernels, which Python launches.
     """
 
     flop: int
     bytes: int = 0
     head_dim: int = 0
     computed: float = 1.0
+    phase: str = "forward"
+    ours: bool = False
 
 
 class OperatorCounter(TorchDispatchMode):
@@ -59,6 +65,13 @@ class OperatorCounter(TorchDispatchMode):
         self.flop += self._times * operator.flop
         self.repeated_flop += self._times * operator.flop * self._is_repeating
 
+    @property
+    def _phase(self) -> str:
+        """The phase that runs now: autograd knows whether it is in a backward."""
+        if torch._C._current_graph_task_id() == -1:
+            return FORWARD
+        return REPEATED if self._is_repeating else BACKWARD
+
     @contextmanager
     def times(self, number: int) -> Iterator[None]:
         """Context manager: what runs inside counts as so many runs of it, such as parts of one size. May nest."""
@@ -70,7 +83,7 @@ class OperatorCounter(TorchDispatchMode):
 
     def add_attention(self, flop: int, head_dim: int = 128, computed: float = 1.0) -> None:
         """Count attention that no operator shows: on the meta device :class:`DryRun` stands in for it."""
-        self.note(Operator(flop, head_dim=head_dim, computed=computed))
+        self.note(Operator(flop, head_dim=head_dim, computed=computed, phase=self._phase))
 
     @contextmanager
     def repeating(self) -> Iterator[None]:
@@ -94,7 +107,7 @@ class OperatorCounter(TorchDispatchMode):
                 flop = self._inside
             finally:
                 self._inside, self._times = None, outside
-            self.note(Operator(flop, _bytes_of((args, kwargs, made))))
+            self.note(Operator(flop, _bytes_of((args, kwargs, made)), phase=self._phase, ours=True))
             return made
 
         return run
@@ -114,7 +127,7 @@ class OperatorCounter(TorchDispatchMode):
             given = [each for each in args if not isinstance(each, torch.dtype)]
             flop = 0 if formula is None else int(formula(*given, **kwargs, out_val=made))
             if self._inside is None:
-                self.note(Operator(flop, _bytes_of((args, kwargs, made))))
+                self.note(Operator(flop, _bytes_of((args, kwargs, made)), phase=self._phase))
             else:
                 self._inside += self._times * flop
         return made

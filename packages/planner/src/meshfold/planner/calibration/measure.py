@@ -20,17 +20,17 @@ from meshfold.planner.calibration.fits import (
     matmul_shares,
     typical_link,
 )
+from meshfold.planner.calibration.launches import measure_launches
 from meshfold.planner.calibration.messages import message_samples
 from meshfold.planner.calibration.samples import (
     DTYPES,
     Effort,
     attention_shares,
-    launch_seconds,
     matmul_samples,
     memory_rates,
     sustained_share,
 )
-from meshfold.planner.efficiency import Efficiency, Link
+from meshfold.planner.efficiency import Efficiency, Launches, Link
 from meshfold.planner.machines import Host, Machine
 from meshfold.planner.suggestions.here import local_machine
 
@@ -92,6 +92,9 @@ def calibrate(process: Process, effort: Effort, *, disk: Path | None = None, nam
         machine, notes = _of_devices(base, matmuls, everyone, device, effort)
         messages = message_samples(here, device, effort) if here.size > 1 else []
         machine = _linked(machine, messages, notes)
+        launches = asdict(measure_launches(process, effort))
+        means = _mean([*launches.values()], everyone, device)
+        machine = replace(machine, launches=Launches(**dict(zip(launches, means, strict=True))))
         if there.size > 1:
             between = typical_link(fit_links(message_samples(there, device, effort)))
             machine = replace(machine, between=min(between.rate, machine.inside))
@@ -139,11 +142,10 @@ def _of_devices(
     memory = memory_rates(device, effort)
     sustained = sustained_share(best, device, effort)
     attention = attention_shares(sustained * flops[most], device, effort, DTYPES[most])
-    launch = launch_seconds(device, effort)
     values = _mean(
-        [memory.copy, memory.elementwise, memory.optimizer, sustained, launch, *attention.values()], everyone, device
+        [memory.copy, memory.elementwise, memory.optimizer, sustained, *attention.values()], everyone, device
     )
-    copy, elementwise, optimizer, sustained, launch, *of_heads = values
+    copy, elementwise, optimizer, sustained, *of_heads = values
     absent = [precision for precision in base.flops if precision not in flops]
     notes = [f"matmuls in {', '.join(absent)}: those of {base.name}"] if absent else []
     return replace(
@@ -151,7 +153,6 @@ def _of_devices(
         memory=base.memory if device.type == "cuda" else _host_bytes(base.host.memory) / base.devices,
         memory_rate=copy,
         flops={**base.flops, **flops},
-        launch=launch,
         efficiency=Efficiency(
             matmuls=sustained,
             by_flop=shares,

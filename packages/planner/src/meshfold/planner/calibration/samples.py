@@ -1,4 +1,4 @@
-"""Samples of one device: matmuls by size and precision, attention, memory, an optimizer step, launches of operators."""
+"""Samples of one device: matmuls by size and precision, attention, memory, an optimizer step."""
 
 from __future__ import annotations
 
@@ -31,6 +31,9 @@ class Effort:
         attention_s: least seconds of one attention and its backward.
         memory_bytes: of a copy.
         message_bytes: of collectives' blocks, rising.
+        layers: of the model that measures launches.
+        steps: of it, each of two micro-steps.
+        warm_up: steps before those that count.
         disk_bytes: of the file that measures a disk.
         host: measure copies to a GPU and the host's memory.
     """
@@ -44,6 +47,9 @@ class Effort:
     attention_s: float = 0.004
     memory_bytes: int = 256 * MiB
     message_bytes: tuple[int, ...] = (*(1024 * 4**n for n in range(5)), *(MiB * 2**n for n in range(9)))
+    layers: int = 24
+    steps: int = 20
+    warm_up: int = 4
     disk_bytes: int = 1024 * MiB
     host: bool = True
 
@@ -57,6 +63,9 @@ TINY = Effort(
     attention_s=0.0,
     memory_bytes=MiB,
     message_bytes=(256, 1024, 4096, 16384),
+    layers=1,
+    steps=1,
+    warm_up=0,
     disk_bytes=MiB,
     host=False,
 )
@@ -194,17 +203,3 @@ def memory_rates(device: torch.device, effort: Effort) -> MemoryRates:
     adam.step()
     optimizer = 7 * effort.memory_bytes / best_seconds(adam.step, device, effort)
     return MemoryRates(copy=copy, elementwise=elementwise, optimizer=optimizer)
-
-
-def launch_seconds(device: torch.device, effort: Effort) -> float:
-    """Measure the host's seconds for an operator of a forward and its backward, on tensors so small that nothing else counts."""
-    x = torch.ones(8, device=device, requires_grad=True)
-    length = 100
-
-    def run() -> None:
-        y = x
-        for _ in range(length):
-            y = y * 1.0
-        y.backward(torch.ones_like(y))
-
-    return best_seconds(run, device, effort) / (2 * length)

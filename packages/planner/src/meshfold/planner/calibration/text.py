@@ -11,7 +11,7 @@ from meshfold.planner.report import format_seconds
 
 def calibration_table(found: Calibration) -> str:
     """Return matmuls by size, the device's other rates, links by kind with their errors, and what was not measured."""
-    machine, reached = found.machine, found.machine.efficiency
+    machine, reached, launches = found.machine, found.machine.efficiency, found.machine.launches
     sides = sorted({sample.side for sample in found.matmuls})
     precisions = list(dict.fromkeys(sample.precision for sample in found.matmuls))
     rates = {(sample.precision, sample.side): sample.rate for sample in found.matmuls}
@@ -28,7 +28,12 @@ def calibration_table(found: Calibration) -> str:
             "other operators",
             f"{reached.elementwise:.2f} of the rate of copies, a step of AdamW {reached.optimizer:.2f}",
         ],
-        ["a launch", format_seconds(machine.launch)],
+        [
+            "launches",
+            f"{_micro(launches.forward)} an operator, {_micro(launches.backward)} in a backward, one of our kernels "
+            f"{_micro(launches.kernel_forward)} and {_micro(launches.kernel_backward)}, a parameter's step "
+            f"{_micro(launches.parameter)}",
+        ],
         [
             "host",
             f"{machine.host.up / 1e9:.3g} GB/s up, {machine.host.down / 1e9:.3g} down, {machine.host.bandwidth / 1e9:.3g} memory",
@@ -45,3 +50,7 @@ def calibration_table(found: Calibration) -> str:
         parts.append(format_table(rows, "<>"))
     parts.append([f"not measured: {note}" for note in found.notes])
     return "\n\n".join("\n".join(lines) for lines in parts if lines)
+
+
+def _micro(seconds: float) -> str:
+    return f"{1e6 * seconds:.3g} µs"

@@ -72,6 +72,7 @@ class Likely:
                     activations=0,
                 ),
                 elements=part.elements // split,
+                updated=part.updated,
             )
 
         serial = self._serial

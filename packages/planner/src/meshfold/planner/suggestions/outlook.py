@@ -8,7 +8,7 @@ of equal stages, or, with ``simulate``, of the schedule itself.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from meshfold.engine.precision import Precision
@@ -17,7 +17,7 @@ from meshfold.engine.zero import regime_of
 from meshfold.mesh import ParallelSpec
 from meshfold.mesh.spec import ZeroSpec
 from meshfold.pipeline import Costs, schedule, simulate_costs
-from meshfold.planner.clock import Work, optimizer_seconds
+from meshfold.planner.clock import Phases, Work, optimizer_seconds
 from meshfold.planner.estimates import MOMENTS, Memory
 from meshfold.planner.machines import Machine
 from meshfold.planner.step_bytes import workspace_bytes
@@ -30,26 +30,21 @@ from meshfold.zero_gemini.planner import Regime
 
 @dataclass(frozen=True, slots=True)
 class Seconds:
-    """Seconds of operators in turn, of their launches by the host, and of messages that they wait for."""
+    """Seconds of a phase: operators in turn, their launches by the host, and messages that they wait for."""
 
     in_turn: float
     launches: float
     waits: float
 
     @property
-    def compute(self) -> float:
-        """Seconds of the operators: in turn, or as long as the host needs to launch them."""
-        return max(self.in_turn, self.launches)
+    def apart(self) -> float:
+        """Seconds of operators and messages if launching took no time, as the plan of ``zero`` has it."""
+        return self.in_turn + self.waits
 
     @property
     def spent(self) -> float:
-        """Seconds of operators and messages."""
-        return self.compute + self.waits
-
-    @property
-    def apart(self) -> float:
-        """The same if launching took no time, as the plan of ``zero`` has it."""
-        return self.in_turn + self.waits
+        """Seconds of operators and messages, or as long as the host needs to launch them."""
+        return max(self.apart, self.launches)
 
     def __add__(self, other: Seconds) -> Seconds:
         return Seconds(self.in_turn + other.in_turn, self.launches + other.launches, self.waits + other.waits)
@@ -138,22 +133,20 @@ class Clock:
         """Return the seconds of a part's operators in a phase of a micro-step: in turn, and of their launches."""
         key = (id(part), rows, phase)
         if key not in self._works:
-            free, count = replace(self.machine, launch=0.0), self.machine.launch
             if phase == "summed":
-                work = part.summed.backward
-                launched = count * sum(work.operators.values())
-                self._works[key] = Seconds(work.seconds(free, self.precision), launched, 0.0)
+                found = part.summed.backward.phases(self.machine, self.precision)
+                self._works[key] = Seconds(found.device, found.host, 0.0)
                 return self._works[key]
 
-            def launches(step: Step) -> float:
+            def phases(step: Step) -> Phases:
                 work: Work = getattr(step, phase)
-                return count * sum(work.operators.values())
+                return work.phases(self.machine, self.precision)
 
-            def in_turn(step: Step) -> float:
-                work: Work = getattr(step, phase)
-                return work.seconds(free, self.precision)
-
-            self._works[key] = Seconds(part.at(rows, in_turn), part.at(rows, launches), 0.0)
+            device, host = (
+                part.at(rows, lambda step: phases(step).device),
+                part.at(rows, lambda step: phases(step).host),
+            )
+            self._works[key] = Seconds(device, host, 0.0)
         return self._works[key]
 
     def regime_of(self, candidate: Candidate) -> Regime:
@@ -224,24 +217,35 @@ class _Reckoning:
             blocks, idle = self.shape.blocks, 0.0
             forward, backward = (one * blocks + other for one, other in (ahead, back))
             forward += Seconds(0.0, 0.0, self._exchanged())
-            total = (forward + backward) * self.micro + self._ending(held)
+            ending = self._ending(held)
         else:
             forward, backward, idle, live = self._pipelined(ahead, back, simulate=simulate)
-            total = (forward + backward) * self.micro
+            ending = Seconds(0.0, 0.0, 0.0)
         memory, state = self.bytes.total(live)
         hidden, optimizer, offload = self._hidden(held), self._optimizer(held), 0.0
-        busy = total.spent + idle
+        first, then = forward * self.micro + ending, backward * self.micro
+        phases = Phases(
+            forward=first.in_turn,
+            backward=then.in_turn,
+            launched_forward=first.launches,
+            launched_backward=then.launches,
+            runs=self.micro,
+        )
+        waits, compute = first.waits + then.waits, phases.seconds
+        # A stage's actions come one by one, of other stages between them.
+        together = phases.waiting(first.waits, then.waits).seconds if self.stages == 1 else first.spent + then.spent
+        busy, host = together + idle, phases.host + self._updates()
         if self.zero is None:
-            seconds = max(busy, hidden) + optimizer
+            seconds = max(max(busy, hidden) + optimizer, host)
         else:
             offload = self._offload(memory, busy)
             chunks = self._with_chunks(forward.apart, backward.apart, optimizer, held)
-            seconds = max(busy, hidden, chunks) if self.stages > 1 else max(chunks, total.compute)
+            seconds = max(busy, hidden, chunks) if self.stages > 1 else max(chunks, compute, host)
             seconds += offload
         return Outlook(
             seconds=seconds,
-            compute=total.compute,
-            waits=total.waits,
+            compute=compute,
+            waits=waits,
             idle=idle,
             hidden=hidden,
             shown=max(0.0, seconds - offload - busy - optimizer),
@@ -377,8 +381,8 @@ class _Reckoning:
         for stage, (one, two) in enumerate(zip(forward, backward, strict=True)):
             rank = rank_of(stage, self.stages, pipeline)
             busy[rank] = busy[rank][0] + one, busy[rank][1] + two
-        (most, most_back), message = max(busy, key=lambda work: (work[0] + work[1]).spent), self._message()
-        spent = (most + most_back).spent
+        (most, most_back), message = max(busy, key=lambda work: work[0].spent + work[1].spent), self._message()
+        spent = most.spent + most_back.spent
         if not simulate:
             return most, most_back, idle_share(pipeline) * spent + 2 * (self.stages - 1) * message, None
         again = ahead[0].spent * self.repeated
@@ -404,6 +408,11 @@ class _Reckoning:
     def _message(self) -> float:
         """Return the seconds of a message between neighbouring stages."""
         return self.clock.messages(self.axes, "send", ("pipe",), self.bytes.stream, 1)
+
+    def _updates(self) -> float:
+        """Return the host's seconds of the optimizer's step."""
+        block, rest = self.profile.block, self.profile.rest
+        return (max(self.bytes.of_ranks) * block.updated + rest.updated) * self.machine.launches.parameter
 
     def _optimizer(self, held: Memory) -> float:
         if self.zero is None:

@@ -91,6 +91,7 @@ class Part:
         summed: what a micro-step has more whose gradients are added up for an optimizer step, without ``zero``.
         memory: of parameters and their state; activations are 0.
         elements: of parameters.
+        updated: trainable parameters.
         unit: a batch is padded to a multiple of so many rows.
     """
 
@@ -98,6 +99,7 @@ class Part:
     summed: Step
     memory: Memory
     elements: int
+    updated: int = 0
     unit: int = 1
 
     def at(self, rows: float, number: Callable[[Step], float]) -> float:
@@ -127,6 +129,7 @@ class Part:
                 activations=0,
             ),
             elements=self.elements - other.elements,
+            updated=self.updated - other.updated,
             unit=self.unit,
         )
 
@@ -306,7 +309,12 @@ class Profiler:
             steps = {count: _micro_step(engine, count, self.seq_len, stand_in, self.kind, alive=True) for count in rows}
             self.traces += 1 + len(steps)
             return Part(
-                steps=steps, summed=with_sums.minus(steps[rows[0]]), memory=memory, elements=elements, unit=unit
+                steps=steps,
+                summed=with_sums.minus(steps[rows[0]]),
+                memory=memory,
+                elements=elements,
+                updated=sum(parameter.requires_grad for parameter in engine.model.parameters()),
+                unit=unit,
             )
 
     def _rows(self, engine: Engine) -> tuple[int, tuple[int, ...]]:

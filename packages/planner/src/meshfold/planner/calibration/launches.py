@@ -1,0 +1,188 @@
+"""Seconds in which this host launches operators: a tiny model trains in the engine, without our kernels and with them.
+
+Its layers are as those of a real model, and so narrow that the device waits for the host. Seconds of a forward, a backward and an
+optimizer's step are divided among the operators that a plan counts in them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from meshfold.engine import Engine
+from meshfold.kernels.fuse import fuse
+from meshfold.mesh import Process
+from meshfold.mesh.model_io import BACKWARD, DryRun
+from meshfold.planner.calibration.samples import Effort, wait
+from meshfold.planner.clock import Work
+from meshfold.planner.efficiency import Launches
+
+_WORDS, _WIDTH, _HEAD, _TOKENS = 64, 64, 32, 32
+
+
+class _Layer(nn.Module):
+    """Attention and MLP, each behind a norm and added to the stream."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before_attention, self.before_mlp = nn.LayerNorm(_WIDTH), nn.LayerNorm(_WIDTH)
+        self.qkv, self.out = nn.Linear(_WIDTH, 3 * _WIDTH), nn.Linear(_WIDTH, _WIDTH)
+        self.up, self.down = nn.Linear(_WIDTH, 2 * _WIDTH), nn.Linear(2 * _WIDTH, _WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, tokens, _ = x.shape
+        q, k, v = self.qkv(self.before_attention(x)).view(rows, tokens, 3, -1, _HEAD).permute(2, 0, 3, 1, 4).unbind()
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).reshape(rows, tokens, _WIDTH))
+        return x + self.down(F.gelu(self.up(self.before_mlp(x))))
+
+
+class _Model(nn.Module):
+    """Layers between an embedding and a head; notes the host's seconds of its last forward."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(_WORDS, _WIDTH), nn.Linear(_WIDTH, _WORDS)
+        self.layers = nn.ModuleList([_Layer() for _ in range(layers)])
+        self.took: list[float] = []
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Mapping[str, Tensor]:
+        begin = time.perf_counter()
+        x = self.embed(input_ids)
+        for layer in self.layers:
+            x = layer(x)
+        loss = F.cross_entropy(self.head(x)[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        self.took[:] = [time.perf_counter() - begin]
+        return {"loss": loss}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counts:
+    """Operators of the model as plans count them.
+
+    Attributes:
+        forward: without our kernels.
+        backward: the same, with the gradients that the engine takes.
+        kernels_forward: our kernels.
+        kernels_backward: the same.
+        parameters: of the model.
+    """
+
+    forward: int
+    backward: int
+    kernels_forward: int
+    kernels_backward: int
+    parameters: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostSeconds:
+    """Seconds of the host in a micro-step, and in an optimizer's step."""
+
+    forward: float
+    backward: float
+    update: float
+
+
+def launches_of(plain: HostSeconds, fused: HostSeconds, without: Counts, with_kernels: Counts) -> Launches:
+    """Return the launches that explain a model's seconds.
+
+    Args:
+        plain: without our kernels.
+        fused: with them.
+        without: operators of the first.
+        with_kernels: operators of the second; without a kernel, one takes as long as any operator.
+    """
+    forward, backward = plain.forward / without.forward, plain.backward / without.backward
+
+    def of_kernel(seconds: float, others: float, count: int, each: float) -> float:
+        return max((seconds - others) / count, each / 2) if count else each  # never less than a part of an operator
+
+    return Launches(
+        forward=forward,
+        backward=backward,
+        kernel_forward=of_kernel(fused.forward, forward * with_kernels.forward, with_kernels.kernels_forward, forward),
+        kernel_backward=of_kernel(
+            fused.backward, backward * with_kernels.backward, with_kernels.kernels_backward, backward
+        ),
+        parameter=max(0.0, plain.update / without.parameters),
+    )
+
+
+def measure_launches(process: Process, effort: Effort) -> Launches:
+    """Measure this host's launches. All ranks of the job must call."""
+    found, counts = [], []
+    for kernels in ("off", "auto"):
+        found.append(_measured(process, effort, kernels))
+        counts.append(counted(effort.layers, process.device.type, kernels))
+    return launches_of(found[0], found[1], counts[0], counts[1])
+
+
+def _precision(device_type: str) -> str:
+    return "bf16" if device_type == "cuda" else "fp32"
+
+
+def _measured(process: Process, effort: Effort, kernels: str) -> HostSeconds:
+    """Train the model, and return the medians of the host's seconds: a long step has pauses, and so has a plan's.
+
+    Two micro-steps make a step: the second one's seconds beyond the first one's are the optimizer's.
+    """
+    model: list[_Model] = []
+
+    def build() -> _Model:
+        model.append(_Model(effort.layers))
+        return model[-1]
+
+    device, samples = process.device, list[tuple[float, float, float]]()
+    with Engine(
+        build,
+        parallel=dict(data=process.world_size) if process.world_size > 1 else dict(),
+        optimizer=dict(name="adamw", lr=1e-5),
+        precision=_precision(device.type),
+        clip_grad_norm=1.0,
+        gradient_accumulation=2,
+        kernels=kernels,
+        device=device,
+    ) as engine:
+        ids = torch.zeros(process.world_size, _TOKENS, dtype=torch.int64)
+        batch = engine.shard_batch(dict(input_ids=ids, labels=ids))
+        for _ in range(effort.warm_up + effort.steps):
+            spent = []
+            for _ in range(2):
+                wait(device)
+                begin = time.perf_counter()
+                engine.run_step(batch)
+                whole = time.perf_counter() - begin  # the device may still compute
+                spent.append((model[-1].took[0], whole - model[-1].took[0]))
+            (forward, backward), (_, ending) = spent
+            samples.append((forward, backward, max(0.0, ending - backward)))
+        wait(device)
+    forward, backward, update = (median(column) for column in zip(*samples[effort.warm_up :], strict=True))
+    return HostSeconds(forward=forward, backward=backward, update=update)
+
+
+def counted(layers: int, device_type: str, kernels: str) -> Counts:
+    """Return the model's operators on a type of device, counted on meta tensors."""
+    with torch.device("meta"):
+        model = _Model(layers).to(torch.bfloat16 if _precision(device_type) == "bf16" else torch.float32)
+        ids = torch.empty(1, _TOKENS, dtype=torch.int64)
+    if kernels != "off":
+        fuse(model)
+    kind = "gpu" if device_type == "cuda" else "cpu"
+    with DryRun() as stand_in, Work.counted(stand_in, kind=kind) as counter:
+        model(ids, ids)["loss"].backward()
+    found = [(one.phase == BACKWARD, one.ours, count) for one, count in counter.counts.items()]
+    parameters = sum(1 for _ in model.parameters())
+    return Counts(
+        forward=sum(count for later, ours, count in found if not later and not ours),
+        backward=sum(count for later, ours, count in found if later and not ours) + parameters,
+        kernels_forward=sum(count for later, ours, count in found if not later and ours),
+        kernels_backward=sum(count for later, ours, count in found if later and ours),
+        parameters=parameters,
+    )
