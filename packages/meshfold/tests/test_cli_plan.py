@@ -218,6 +218,7 @@ def test_one_rank_needs_no_picture_and_one_number_no_range(capsys: pytest.Captur
         r"\nfits: [\d.]+ MiB of 139.00 GiB a device; [\d.]+ ms a step, [\d,]+ tokens/s, MFU \d+% on h200\n", shown
     )
     assert re.search(r"\ntogether +[\d.]+ ms  [\d,]+ tokens/s\n", shown)
+    assert "TFLOP a rank, as fast as the host launches operators\n" in shown  # of a model so small
 
 
 def test_a_spec_for_more_ranks_than_there_are_anywhere(capsys: pytest.CaptureFixture[str]) -> None:

@@ -218,8 +218,13 @@ class Times:
 
     @property
     def apart(self) -> float:
-        """Seconds without overlap."""
-        return self.compute + self.tensor + self.data + self.optimizer
+        """Seconds without overlap of messages, and no less than the host's."""
+        return max(self.compute + self.tensor + self.data + self.optimizer, self.host)
+
+    @property
+    def waits_for_host(self) -> bool:
+        """True if the device is faster than the host that launches its operators."""
+        return self.host >= self.overlapped > 0
 
     @property
     def overlapped(self) -> float:

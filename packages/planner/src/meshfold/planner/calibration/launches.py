@@ -40,7 +40,8 @@ class _Layer(nn.Module):
         q, k, v = self.qkv(self.before_attention(x)).view(rows, tokens, 3, -1, _HEAD).permute(2, 0, 3, 1, 4).unbind()
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).reshape(rows, tokens, _WIDTH))
-        return x + self.down(F.gelu(self.up(self.before_mlp(x))))
+        made: Tensor = self.down(F.gelu(self.up(self.before_mlp(x))))
+        return x + made
 
 
 class _Model(nn.Module):

@@ -160,9 +160,10 @@ def verdict_line(found: Estimate, speed: StepSpeed, machine: Machine, *, fits: b
 def time_table(found: Estimate, times: Times, machine: Machine, nodes: int) -> str:
     """Return a table of the time of a step."""
     fits = found.memory.total <= machine.memory
+    turn = "as fast as the host launches operators" if times.waits_for_host else "operators in turn"
     lines = [
         f"a step takes, on {machine_line(machine, nodes)}",
-        f"{'compute':<17}{format_seconds(times.compute):>12}  {found.flops / 1e12:,.3g} TFLOP a rank, operators in turn",
+        f"{'compute':<17}{format_seconds(times.compute):>12}  {found.flops / 1e12:,.3g} TFLOP a rank, {turn}",
         f"{'tensor traffic':<17}{format_seconds(times.tensor):>12}",
         f"{'optimizer':<17}{format_seconds(times.optimizer):>12}",
         f"{'data traffic':<17}{format_seconds(times.data):>12}  may run during backward",
