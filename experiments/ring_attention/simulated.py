@@ -74,7 +74,7 @@ def hiding_block(gpu: Machine, link: float) -> int:
 
     def hides(tokens: int) -> bool:
         one = Problem(tokens=tokens, heads=32, kv_heads=32, head_dim=128)
-        core = Work(operators={one.operator(tokens**2, "forward"): 1}).seconds(gpu, PRECISION)
+        core = Work(operators={one.operator(tokens**2, "forward"): 1}).phases(gpu, PRECISION).device
         return core >= gpu.latency + 2 * 2 * tokens * one.heads * one.head_dim / link
 
     low, high = 0, 1
