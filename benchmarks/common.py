@@ -204,8 +204,8 @@ def run_contestant(
         why: finds the reason of a failure in what was printed; empty if there is none.
 
     Returns:
-        The result with mean watts and clock, or ``error``. ``first_step_s``, the seconds until the end of its first step, is in it
-        if it came so far.
+        The result with mean watts and clock, or ``error``; ``stopped`` says why it has fewer steps. ``first_step_s``, the seconds
+        until the end of its first step, is in it if it came so far.
     """
     with tempfile.TemporaryDirectory(prefix="contestant-") as folder, PowerLog() as power:
         out = Path(folder) / "found.json"
@@ -218,6 +218,8 @@ def run_contestant(
         run: dict[str, Any] = json.loads(out.read_text())
     if "error" in run:
         return run
+    if ended is None:
+        run["stopped"] = how_it_ended(None, "", timeout, first_step=True)
     run.update(power.mean(run.pop("first"), run.pop("last"), job["ranks"]))
     if kernels := run.pop("profile", None):
         print("\n".join([*lines_of(kernels), *run.pop("profile_host", ())]))

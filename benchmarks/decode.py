@@ -203,6 +203,7 @@ def contestants(
                 each = make()
                 if each.step is not None and not each.warm:
                     each.step()
+                    each.warm = True
             except Exception as error:  # whatever a peer raises, or ours on a machine that lacks something
                 each = Contestant(name, note=reason_of(error))
             clock.ended(f"{name}: {each.note if each.step is None else 'made, with its first text'}")

@@ -20,6 +20,8 @@ Step = Callable[[], Tensor]
 """Trains once: the loss, on the device; of this rank's rows or of all."""
 
 
+LONG_S = 5.0
+"""Seconds of a step that is not repeated only to warm up; it is written as it ends, for a run that is stopped."""
 MOST_SETTLING = 80
 """Steps at most until a memory plan that changes during training has come to rest."""
 
@@ -44,6 +46,8 @@ def train_or_absent(job: dict[str, Any], contestant: Callable[[dict[str, Any]], 
 def train(job: dict[str, Any], contestant: Callable[[dict[str, Any]], Step]) -> None:
     """Warm up until clocks have settled, then time each step; rank 0 writes what it found.
 
+    Two steps are all of the warm-up where the second takes ``LONG_S`` seconds. Such steps are written one by one.
+
     Args:
         job: ``steps``, ``warm_up``, ``settle_s``, ``profile`` and ``out``, beside what the contestant reads. It may add ``said``, a
             function that returns what is known of the plan, and ``settled``, one that returns False while steps still change where
@@ -61,19 +65,28 @@ def train(job: dict[str, Any], contestant: Callable[[dict[str, Any]], Step]) -> 
     first_step_s = time.perf_counter() - begun
     if is_first:
         first_step_file(job["out"]).write_text(json.dumps(first_step_s))
-    losses += [step() for _ in range(max(job["warm_up"], 2) - 1)]
-    synchronize()
-    begun = time.perf_counter()
-    losses.append(step())
-    synchronize()
-    # As many steps on every rank, whatever its clock says.
-    one = torch.tensor(time.perf_counter() - begun)
-    if torch.distributed.is_initialized():
-        one = one.to(losses[0].device)
-        torch.distributed.broadcast(one, 0)
-    for _ in range(int(job["settle_s"] / float(one))):
+
+    def timed() -> float:
+        begun = time.perf_counter()
         losses.append(step())
         synchronize()
+        return time.perf_counter() - begun
+
+    def agreed(seconds: float) -> float:
+        """Make all ranks take as many steps, whatever their clocks say."""
+        one = torch.tensor(seconds)
+        if torch.distributed.is_initialized():
+            one = one.to(losses[0].device)
+            torch.distributed.broadcast(one, 0)
+        return float(one)
+
+    is_long = agreed(timed()) > LONG_S
+    if not is_long:
+        for _ in range(max(job["warm_up"], 2) - 2):
+            losses.append(step())
+        synchronize()
+        for _ in range(int(job["settle_s"] / agreed(timed()))):
+            timed()
     is_settled: Callable[[], bool] = job.pop("settled", lambda: True)
     for _ in range(MOST_SETTLING):
         if is_settled():
@@ -82,13 +95,34 @@ def train(job: dict[str, Any], contestant: Callable[[dict[str, Any]], Step]) -> 
         synchronize()
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
-    seconds, first = [], time.time()
+    seconds: list[float] = []
+    first, said = time.time(), job.pop("said", dict)
+
+    def found(peak: int, **more: Any) -> None:
+        if is_first:
+            part = Path(job["out"] + ".part")
+            part.write_text(
+                json.dumps(
+                    dict(
+                        seconds=seconds,
+                        first_step_s=first_step_s,
+                        peak_bytes=peak,
+                        losses=[float(each) for each in losses[:8]],
+                        first=first,
+                        last=last,
+                        plan=said(),
+                        **more,
+                    )
+                )
+            )
+            part.replace(job["out"])
+
     for _ in range(job["steps"]):
-        start = time.perf_counter()
-        losses.append(step())
-        synchronize()
-        seconds.append(time.perf_counter() - start)
-    peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
+        seconds.append(timed())
+        last = time.time()
+        peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
+        if is_long:
+            found(peak)
     if torch.distributed.is_initialized():
         most = torch.tensor(peak, device=losses[0].device)
         torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX)
@@ -96,17 +130,7 @@ def train(job: dict[str, Any], contestant: Callable[[dict[str, Any]], Step]) -> 
         for each in losses[:8]:  # those of a rank's own rows become those of all rows
             torch.distributed.all_reduce(each)
             each /= torch.distributed.get_world_size()
-    found = dict(
-        seconds=seconds,
-        first_step_s=first_step_s,
-        peak_bytes=peak,
-        losses=[float(each) for each in losses[:8]],
-        first=first,
-        last=time.time(),
-        plan=job.pop("said", dict)(),
-    )
+    more: dict[str, Any] = {}
     if job["profile"]:
-        found["profile"] = kernels_of(step)
-        found["profile_host"] = host_of(step)
-    if is_first:
-        Path(job["out"]).write_text(json.dumps(found))
+        more = dict(profile=kernels_of(step), profile_host=host_of(step))
+    found(peak, **more)

@@ -19,7 +19,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import common, decode_report, reports
+from benchmarks import common, decode_report, reports, timed_training
 from benchmarks.decode import errors_of, reason_of
 from benchmarks.exact_forward import in_float32
 from benchmarks.fp8_curve import bias, distances, rounded
@@ -55,6 +55,22 @@ def test_steps_are_timed_once_a_memory_plan_has_come_to_rest(tmp_path: Path) -> 
     train(dict(steps=4, warm_up=2, settle_s=0.0, profile=False, out=str(out)), contestant)
     found = json.loads(out.read_text())
     assert found["plan"] == dict(steps=moves + 4) and len(found["seconds"]) == 4
+
+
+def test_long_steps_are_written_as_they_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two are warm-up, however many are asked for; one that is stopped leaves those before it."""
+    monkeypatch.setattr(timed_training, "LONG_S", 0.0)
+    out, kept = tmp_path / "found.json", []
+
+    def step() -> Tensor:
+        kept.append(len(json.loads(out.read_text())["seconds"]) if out.exists() else 0)
+        if len(kept) == 5:
+            raise KeyboardInterrupt
+        return torch.tensor(1.0)
+
+    with pytest.raises(KeyboardInterrupt):
+        train(dict(steps=9, warm_up=6, settle_s=100.0, profile=False, out=str(out)), lambda job: step)
+    assert kept == [0, 0, 0, 1, 2] and len(json.loads(out.read_text())["seconds"]) == 2
 
 
 SMALL = [

@@ -159,7 +159,7 @@ def report(path: Path) -> None:
                     f"{min(peers) / spent:.3f}" if peers else "–",
                     f"{max(run['peak_bytes'] for run in good) / 2**30:.1f}",
                     f"{sum(watts) / len(watts):.0f}" if watts else "–",
-                    good[-1].get("plan", {}).get("shared", ""),
+                    "; ".join(filter(None, (good[-1].get("plan", {}).get("shared", ""), good[-1].get("stopped", "")))),
                 )
             )
         head = (

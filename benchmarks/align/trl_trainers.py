@@ -154,8 +154,13 @@ def dpo(job: dict[str, Any], model_of: MakeModel, random_ids: Ids) -> Steps:
     )
 
 
-def grpo(job: dict[str, Any], model_of: MakeModel, random_ids: Ids) -> Steps:
+def grpo(job: dict[str, Any], model_of: MakeModel, random_ids: Ids, **how: Any) -> Steps:
     """Return the steps of ``GRPOTrainer`` without a reference, which samples by transformers' ``generate``.
+
+    Args:
+        job, model_of, random_ids: as of the other contestants.
+        how: further settings of ``GRPOConfig``. For ``use_transformers_continuous_batching`` TRL casts the model's weights to
+            bfloat16, and trains on with these.
 
     Raises:
         AbsentError: without TRL.
@@ -168,6 +173,7 @@ def grpo(job: dict[str, Any], model_of: MakeModel, random_ids: Ids) -> Steps:
         beta=0.0,
         temperature=1.0,
         generation_kwargs=dict(top_k=0, top_p=1.0),
+        **how,
         **settings_of(job, rows * group),
     )
     return Steps(

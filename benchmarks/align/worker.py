@@ -151,6 +151,10 @@ CONTESTANTS: dict[str, dict[str, Callable[[dict[str, Any]], Step]]] = {
         "by hand, generate": lambda job: grpo_by_hand(job, model_of, random_ids, "generate"),
         "by hand, generate_batch": lambda job: grpo_by_hand(job, model_of, random_ids, "generate_batch"),
         "TRL": lambda job: trl_trainers.grpo(job, model_of, random_ids),
+        "TRL, static cache": lambda job: trl_trainers.grpo(job, model_of, random_ids, cache_implementation="static"),
+        "TRL, continuous batching": lambda job: trl_trainers.grpo(
+            job, model_of, random_ids, use_transformers_continuous_batching=True
+        ),
     },
 }
 
