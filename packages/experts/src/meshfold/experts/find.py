@@ -66,18 +66,16 @@ def find_experts(model: nn.Module) -> list[ExpertBlock]:
 def _modules(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module, list[tuple[str, nn.Module]]]]:
     """Yield each module once, with its name and the modules that contain it."""
     seen: set[nn.Module] = set()
-
-    def visit(
-        module: nn.Module, name: str, parents: list[tuple[str, nn.Module]]
-    ) -> Iterator[tuple[str, nn.Module, list[tuple[str, nn.Module]]]]:
+    waiting: list[tuple[str, nn.Module, list[tuple[str, nn.Module]]]] = [(name, module, [])]
+    while waiting:
+        name, module, parents = waiting.pop()
         if module in seen:
-            return
+            continue
         seen.add(module)
         yield name, module, parents
-        for leaf, child in module.named_children():
-            yield from visit(child, f"{name}.{leaf}" if name else leaf, [*parents, (name, module)])
-
-    return visit(module, name, [])
+        inner = [*parents, (name, module)]
+        children = [(f"{name}.{leaf}" if name else leaf, child, inner) for leaf, child in module.named_children()]
+        waiting += reversed(children)
 
 
 def _block(name: str, block: nn.Module, experts_name: str, experts: nn.Module, layout: ExpertLayout) -> ExpertBlock:

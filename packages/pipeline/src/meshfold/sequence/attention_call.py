@@ -244,15 +244,13 @@ class ModeAroundModules:
 def _outside_of_graphs(module: nn.Module) -> Iterator[nn.Module]:
     """Yield the modules outside compiled blocks: inside, a hook's number would become a guard of the graph."""
     seen: set[nn.Module] = set()
-
-    def walk(module: nn.Module) -> Iterator[nn.Module]:
+    waiting = [module]
+    while waiting:
+        module = waiting.pop()
         if module not in seen:
             seen.add(module)
             yield module
-            for child in () if is_compiled(module) else module.children():
-                yield from walk(child)
-
-    return walk(module)
+            waiting += reversed([] if is_compiled(module) else [*module.children()])
 
 
 def _of_torch(module: nn.Module) -> bool:

@@ -81,7 +81,7 @@ class Gemini(ChunkedModel):
         Raises:
             ChunkError: once a step was aborted in the middle, see :meth:`expect`.
         """
-        self._check()
+        self._pending.check()
         if self._flow.was_broken_off:
             self.abandon()
         if self._finished:
@@ -122,7 +122,7 @@ class Gemini(ChunkedModel):
         self._flow.complete()
         if self._flow.steps_early:
             self._keep_as_they_are(factor == 1.0, f"to count {factor} times")
-            self._agree()
+            self._pending.agree()
         else:
             self.flush()
         self._scale, self._finished = factor, True
@@ -142,7 +142,7 @@ class Gemini(ChunkedModel):
             self._faults.check()
         else:
             self.flush()
-        return self._flow.norm(norm_type, self._power_sum, everyone) * self._scale
+        return self._flow.norm(norm_type, self._norms.power_sum, everyone) * self._scale
 
     def clip(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip the gradient's norm to ``max_norm``, by torch's rule; return the norm before."""
@@ -218,8 +218,8 @@ class Gemini(ChunkedModel):
             ahead = {}
             self._faults.check()
             self._flow.complete()
-            self._agree()
-        self._promised = any(map(self._steps_in_background, self.chunks))
+            self._pending.agree()
+        self._pending.promised = any(map(self._pending.in_background, self.chunks))
         self._publish(promised=False, but=ahead)
         if self._early is not None and not self.holds_gradients:
             self._early.end()
@@ -252,7 +252,7 @@ class Gemini(ChunkedModel):
 
         Not if memory is limited, or some chunks are stepped in the background: plans count no gathered chunks during a step.
         """
-        if self.memory.compute.free_bytes is not None or any(map(self._steps_in_background, self.chunks)):
+        if self.memory.compute.free_bytes is not None or any(map(self._pending.in_background, self.chunks)):
             return {}
         return {
             chunk: operands

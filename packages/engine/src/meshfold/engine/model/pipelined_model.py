@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -135,7 +136,7 @@ class PipelinedModel:
             raise SpecError("this spec has no entry pipeline")
         check_mixing(model, world)
         self._world, self._loss_fn = world, settings.loss_fn
-        self._states: States | None = None
+        self._link = link = _StatesLink()
         self._measures = spec.schedule == "auto"
         self._looks = True
         self.inventory = Inventory.of(model)
@@ -150,10 +151,10 @@ class PipelinedModel:
                 microbatches=spec.microbatches,
                 chunks=spec.chunks if free else None,
                 waves=spec.waves,
-                loss_fn=None if settings.loss_fn is None else self._loss,
+                loss_fn=None if settings.loss_fn is None else partial(_loss, settings.loss_fn),
                 partition=PartitionConfig(axis=PIPE, example=example, device=world.device, fill=fill),
-                reduce=self._complete,
-                replicas=self._replicas(precision),
+                reduce=link.complete,
+                replicas=_replicas(world, precision, link.shapes_only),
             )
             carry(self.pipeline)
         except ExampleError as error:
@@ -166,7 +167,7 @@ class PipelinedModel:
 
     def attach(self, states: States) -> None:
         """Report complete gradients to these states from now on."""
-        self._states = states
+        self._link.states = states
 
     def blocks(self) -> dict[str, nn.Module]:
         """Return the repeated blocks that this rank has, by name."""
@@ -184,8 +185,8 @@ class PipelinedModel:
                 return self.pipeline.run(works, scale=scale)
         except RuntimeError as error:
             note_in_place(error)
-            if self._states is not None:
-                self._states.explain(error)
+            if self._link.states is not None:
+                self._link.states.explain(error)
             raise
 
     def assess(self, batch: batches.Batch) -> Tensor:
@@ -210,8 +211,8 @@ class PipelinedModel:
         if self._measures:
             self._measures = False
             self.pipeline.replan(_slowest(self.pipeline.measure_work(works[0]), self._world))
-        if self._states is not None:
-            self._states.look_at(self.pipeline, works)
+        if self._link.states is not None:
+            self._link.states.look_at(self.pipeline, works)
         return works
 
     def microbatches(self, batch: batches.Batch) -> list[Microbatch]:
@@ -226,35 +227,50 @@ class PipelinedModel:
             found.append(replace(work, args=args, kwargs=kwargs))
         return found
 
-    def _loss(self, output: Any, given: Any) -> Tensor:
-        """Return the model's own loss, or that of ``loss_fn``."""
-        whole = batches.Batch(args=(), kwargs={}, given=given, rows=1, targets=None)
-        return batches.loss_of(output, whole, self._loss_fn)
 
-    def _replicas(self, precision: Precision) -> Replicas:
-        """Return how pipelines must stay in step with their replicas: under ZeRO stage 3 a stage gathers its parameters from the
-        other data ranks, and in fp8 it may reduce an amax over them.
-        """
-        from meshfold.pipeline.runtime import Replicas
+class _StatesLink:
+    """Passes calls of a pipeline on to the states, which are made after it.
 
-        zero = self._world.spec.zero
-        if (zero is None or zero.stage < 3) and precision.fp8 is None:
-            return Replicas()
-        group, device = self._world.data_group, self._world.device
+    Attributes:
+        states: None until they are made.
+    """
 
-        def agree(count: int) -> int:
-            return int(all_reduce(torch.tensor([count], device=device), group, "max"))
+    def __init__(self) -> None:
+        self.states: States | None = None
 
-        return Replicas(agree_on_count=agree, around_trial=self._shapes_only)
+    def complete(self, named: Sequence[tuple[str, nn.Parameter]]) -> None:
+        """Report parameters whose gradients are complete."""
+        if self.states is not None:
+            self.states.complete([parameter for _, parameter in named])
 
     @contextmanager
-    def _shapes_only(self) -> Iterator[None]:
-        with without_outer_ranks(), nullcontext() if self._states is None else self._states.shapes_only():
+    def shapes_only(self) -> Iterator[None]:
+        """Context manager around forwards that need only shapes."""
+        with without_outer_ranks(), nullcontext() if self.states is None else self.states.shapes_only():
             yield
 
-    def _complete(self, named: Sequence[tuple[str, nn.Parameter]]) -> None:
-        if self._states is not None:
-            self._states.complete([parameter for _, parameter in named])
+
+def _loss(loss_fn: Callable[[Any, Any], Tensor] | None, output: Any, given: Any) -> Tensor:
+    """Return the model's own loss, or that of ``loss_fn``."""
+    whole = batches.Batch(args=(), kwargs={}, given=given, rows=1, targets=None)
+    return batches.loss_of(output, whole, loss_fn)
+
+
+def _replicas(world: World, precision: Precision, around_trial: Callable[[], AbstractContextManager[None]]) -> Replicas:
+    """Return how pipelines must stay in step with their replicas: under ZeRO stage 3 a stage gathers its parameters from the
+    other data ranks, and in fp8 it may reduce an amax over them.
+    """
+    from meshfold.pipeline.runtime import Replicas
+
+    zero = world.spec.zero
+    if (zero is None or zero.stage < 3) and precision.fp8 is None:
+        return Replicas()
+    group, device = world.data_group, world.device
+
+    def agree(count: int) -> int:
+        return int(all_reduce(torch.tensor([count], device=device), group, "max"))
+
+    return Replicas(agree_on_count=agree, around_trial=around_trial)
 
 
 def check_own_loop(pipelined: PipelinedModel | None, what: str) -> None:

@@ -16,8 +16,8 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from itertools import count
-from typing import Any, Protocol, runtime_checkable
-from weakref import WeakValueDictionary
+from typing import Any, Protocol, TypeVar, runtime_checkable
+from weakref import WeakValueDictionary, ref
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,7 @@ from meshfold.mesh.errors import MeshfoldError
 MatmulOperands = tuple[Tensor, Tensor]
 """x ``m k`` and dy ``m n`` of one matmul"""
 
+Layer = TypeVar("Layer", bound=nn.Module)
 _ATTRIBUTE = "_meshfold_site"
 _sites: WeakValueDictionary[int, WeightGradSite] = WeakValueDictionary()
 _numbers = count()
@@ -51,6 +52,18 @@ class WeightGradSite:
         self.queue: WeightGradQueue | None = None
         self.add = add
         _sites[number] = self
+
+    @classmethod
+    def for_layer(cls, layer: Layer, add: Callable[[Layer, Sequence[MatmulOperands]], None]) -> WeightGradSite:
+        """Return the site of a layer that keeps it; ``add`` is given the layer, which the site does not keep alive."""
+        found = ref(layer)
+
+        def add_to_layer(pairs: Sequence[MatmulOperands]) -> None:
+            owner = found()
+            if owner is not None:  # else nobody can read the gradient
+                add(owner, pairs)
+
+        return cls(add_to_layer)
 
     @staticmethod
     def of(layer: nn.Module) -> WeightGradSite | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, Protocol, Self
 
 import torch
@@ -157,10 +157,9 @@ class TrackedForward:
 
     def __init__(self, model: nn.Module, hooks: Sequence[TrackingHooks], given: Mapping[str, Any]) -> None:
         self._model, self._hooks, self._given = model, hooks, given
-        self._tracker = Tracker(module=self._where, remedy=self._remedy, parameter_dims=self._parameter_dims)
-        self._names = {id(module): uncompiled_name(name) for name, module in model.named_modules()}
-        self._inside: list[nn.Module] = []
-        self._exchanging: list[tuple[nn.Module, Any]] = []
+        self._running = running = _RunningModules(model, hooks)
+        self._tracker = Tracker(module=running.where, remedy=running.remedy, parameter_dims=running.parameter_dims)
+        self._untracked: AbstractContextManager[Any] = nullcontext()  # around a module that communicates
         self._open = ExitStack()
 
     def __enter__(self) -> Self:
@@ -197,11 +196,9 @@ class TrackedForward:
         self._open.close()
 
     def _enter(self, module: nn.Module, args: Any) -> None:
-        self._inside.append(module)
-        if not self._exchanging and any(hooks.communicates(module) for hooks in self._hooks):
-            context = self._tracker.untracked()
-            context.__enter__()
-            self._exchanging.append((module, context))
+        if self._running.enter(module):
+            self._untracked = self._tracker.untracked()
+            self._untracked.__enter__()
 
     def _given_to(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         for hooks in self._hooks:
@@ -227,35 +224,59 @@ class TrackedForward:
 
     def _ended(self, module: nn.Module) -> bool:
         """Record that a module's forward ended; return True if the module may communicate."""
-        if module in self._inside:
-            del self._inside[len(self._inside) - 1 - self._inside[::-1].index(module) :]
-        if not self._exchanging or self._exchanging[-1][0] is not module:
+        communicates = self._running.leave(module)
+        if communicates:
+            self._untracked.__exit__(None, None, None)
+        return communicates
+
+
+class _RunningModules:
+    """The modules whose forwards run, and what is known about them and their parameters."""
+
+    def __init__(self, model: nn.Module, hooks: Sequence[TrackingHooks]) -> None:
+        self._hooks = hooks
+        self._names = {id(module): uncompiled_name(name) for name, module in model.named_modules()}
+        self._inside: list[nn.Module] = []
+        self._exchanging: nn.Module | None = None  # the outermost one that communicates
+
+    def enter(self, module: nn.Module) -> bool:
+        """Record the start of a module's forward; return True if it communicates and none around it does."""
+        self._inside.append(module)
+        if self._exchanging is not None or not any(hooks.communicates(module) for hooks in self._hooks):
             return False
-        _, context = self._exchanging.pop()
-        context.__exit__(None, None, None)
+        self._exchanging = module
         return True
 
-    def _where(self) -> str:
+    def leave(self, module: nn.Module) -> bool:
+        """Record the end of a module's forward, and of those inside; return True for one whose start has returned True."""
+        if module in self._inside:
+            del self._inside[len(self._inside) - 1 - self._inside[::-1].index(module) :]
+        if self._exchanging is not module:
+            return False
+        self._exchanging = None
+        return True
+
+    def where(self) -> str:
         """Return the running module."""
         for module in reversed(self._own()):
             if id(module) in self._names:
                 return f"{self._names[id(module)] or '(root)'} ({type(module).__name__})"
         return ""
 
-    def _own(self) -> list[nn.Module]:
-        """Return the running modules up to the first of ours, whose caller is the model's code."""
-        if not self._exchanging:
-            return self._inside
-        return self._inside[: self._inside.index(self._exchanging[0][0])]
-
-    def _remedy(self, axes: tuple[str, ...]) -> str:
+    def remedy(self, axes: tuple[str, ...]) -> str:
+        """Return what to write instead where tensors of these axes are mixed; empty if nothing is known."""
         name = next((self._names[id(m)] for m in reversed(self._own()) if id(m) in self._names), "")
         found = (hooks.remedy(name, axes) for hooks in self._hooks)
         return next((text for text in found if text), "")
 
-    def _parameter_dims(self, parameter: Tensor) -> Dims | None:
+    def parameter_dims(self, parameter: Tensor) -> Dims | None:
+        """Return the layout of a parameter that is sharded; None for one that is whole."""
         found = (hooks.parameter_dims(parameter) for hooks in self._hooks)
         return next((dims for dims in found if dims is not None), None)
+
+    def _own(self) -> list[nn.Module]:
+        """Return the running modules up to the first of ours, whose caller is the model's code."""
+        return self._inside if self._exchanging is None else self._inside[: self._inside.index(self._exchanging)]
 
 
 def _objects(model: nn.Module) -> Iterator[Any]:

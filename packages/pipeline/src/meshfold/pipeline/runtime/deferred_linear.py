@@ -136,9 +136,12 @@ def _site_of(layer: nn.Module, batched: bool) -> WeightGradSite | None:
         base = _DeferringTurned if turned else _Deferring
         _classes[kind] = type(kind.__name__, (base, kind), {"__module__": kind.__module__})
     layer.__class__ = _classes[kind]
-    deferring: Any = layer
-    # The method is looked up at each call: a subclass that computes in fp8 has its own.
-    site = WeightGradSite(lambda pairs: deferring.add_weight_gradients(pairs, batched=batched))
+
+    def add(deferring: Any, pairs: Sequence[MatmulOperands]) -> None:
+        # The method is looked up at each call: a subclass that computes in fp8 has its own.
+        deferring.add_weight_gradients(pairs, batched=batched)
+
+    site = WeightGradSite.for_layer(layer, add)
     site.attach(layer)
     return site
 

@@ -21,6 +21,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -154,9 +155,9 @@ class _Gated:
     """Mixin for a gated module's class that routes its calls through the gate."""
 
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
-        gates, index = self.__dict__[_GATE]
-        call = super().__call__  # type: ignore[misc]
-        if gates.run is None:
+        found, index = self.__dict__[_GATE]
+        gates, call = found(), super().__call__  # type: ignore[misc]
+        if gates is None or gates.run is None:
             return call(*args, **kwargs)
         if index is None:
             return gates.outside(self, call, args, kwargs)
@@ -203,7 +204,7 @@ class PartialForward:
             if kind not in _classes:
                 _classes[kind] = type(kind.__name__, (_Gated, kind), {"__module__": kind.__module__})
             module.__class__ = _classes[kind]
-        module.__dict__[_GATE] = (self, index)
+        module.__dict__[_GATE] = (ref(self), index)  # the gates have the modules
 
     # -- forwards ---------------------------------------------------------------------------------------------------
 

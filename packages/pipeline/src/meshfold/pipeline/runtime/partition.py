@@ -278,22 +278,22 @@ def _beside(model: nn.Module, blocks: Blocks, around: Sequence[nn.Module]) -> tu
     """Return the largest callable modules that have parameters and no block, and the containers around them."""
     found: list[nn.Module] = []
     containers: list[nn.Module] = []
-
-    def add(module: nn.Module) -> None:
+    waiting = [
+        child
+        for module in around
+        for key, child in module._modules.items()
+        if child is not None and child not in around and not (module is blocks.container and key in blocks.keys)
+    ]
+    waiting.reverse()
+    while waiting:
+        module = waiting.pop()
         if module in found or module in containers or next(module.parameters(), None) is None:
-            return
+            continue
         if type(module).forward is nn.Module.forward:
             containers.append(module)
-            for child in module.children():
-                add(child)
+            waiting += reversed([*module.children()])
         else:
             found.append(module)
-
-    for module in around:
-        for key, child in module._modules.items():
-            is_block = module is blocks.container and key in blocks.keys
-            if child is not None and child not in around and not is_block:
-                add(child)
     return found, containers
 
 

@@ -101,18 +101,15 @@ def _mlps(module: nn.Module, leaves: dict[str, nn.Module]) -> list[tuple[str, st
 def _whole_modules(model: nn.Module, split: dict[str, str]) -> dict[str, str]:
     """Return the largest modules with parameters that hold nothing that is split."""
     found: dict[str, str] = {}
-
-    def visit(name: str, module: nn.Module) -> None:
+    waiting = [("", model)]
+    while waiting:
+        name, module = waiting.pop()
         if name in split:
-            return
-        if not any(_holds(name, other) for other in split):
-            if next(module.parameters(), None) is not None:
-                found[name] = "replicate"
-            return
-        for leaf, child in module.named_children():
-            visit(_join(name, leaf), child)
-
-    visit("", model)
+            continue
+        if any(_holds(name, other) for other in split):
+            waiting += reversed([(_join(name, leaf), child) for leaf, child in module.named_children()])
+        elif next(module.parameters(), None) is not None:
+            found[name] = "replicate"
     return found
 
 

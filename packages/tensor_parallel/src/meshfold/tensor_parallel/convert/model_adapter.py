@@ -90,6 +90,7 @@ class ModelAdapter(StreamAdapter):
         batch: BatchShape,
     ) -> None:
         """Args:
+        model: in which it is put by :meth:`attach_to_model`; not kept, since the model has this object.
         outer: the mode outside of the blocks.
         by_tokens: the residual stream and the logits may be split within sequences.
         heads: the layers that make logits, whole ones if no loss is computed inside.
@@ -99,7 +100,7 @@ class ModelAdapter(StreamAdapter):
         ignored: the label that the model's loss ignores.
         batch: the shape of the forward's batch, shared with the layers and set before each.
         """
-        self.model, self.mesh, self.mode = model, mesh, mode
+        self.mesh, self.mode = mesh, mode
         self.heads, self.loss, self.hidden = heads, loss, hidden
         self._outputs = LazyOutputs(mesh, outer, heads)
         self._whole, self._ignored, self._batch = whole, ignored, batch
@@ -118,20 +119,22 @@ class ModelAdapter(StreamAdapter):
             bind_collect(mesh, 0, residual["m"]),
             bind_collect(mesh, -1, residual["h"]),
         )
-        self._of_attention = [m for m in model.modules() if getattr(m, "attended_rows", False)]
-        self._rotary = [m for m in model.modules() if self._attended != self._stream and _is_rotary(m)]
+        self._cuts_positions = any(
+            map(_has_attended_rows, model.modules())
+        )  # in modules of the model, which get them whole
         self._positions: Tensor | None = None  # of all rows, for these
         kinds = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
         self._parameters = tuple(name for name, p in parameters_of(model).items() if p.kind in kinds)
 
-    def attach_to_model(self) -> None:
+    def attach_to_model(self, model: nn.Module) -> None:
         """Register the hooks on the model, and register it with :func:`row_multiple`."""
-        self.model.__dict__[_ADAPTER] = self
-        self.attach(self.model, prepend=True)
-        for module in self._of_attention:
-            module.register_forward_pre_hook(self._attended_rows)
-        for module in self._rotary:
-            module.register_forward_pre_hook(self._attended_positions, with_kwargs=True)
+        model.__dict__[_ADAPTER] = self
+        self.attach(model, prepend=True)
+        for module in model.modules():
+            if _has_attended_rows(module):
+                module.register_forward_pre_hook(self._attended_rows)
+            if self._attended != self._stream and _is_rotary(module):
+                module.register_forward_pre_hook(self._attended_positions, with_kwargs=True)
 
     def padded_rows(self, rows: int, sequence: int) -> int:
         """Return the smallest batch from ``rows`` up that can be split, for sequences of this length."""
@@ -148,7 +151,7 @@ class ModelAdapter(StreamAdapter):
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         names = self._names_of(args)
         given = {**dict(zip(names, args, strict=True)), **kwargs}
-        self._refuse(given)
+        self._refuse(getattr(module, "config", None), given)
         if self.loss:
             self._batch.gather_logits = all(given.get(name) is None for name in LABEL_NAMES)
         self._measure(given)
@@ -186,8 +189,7 @@ class ModelAdapter(StreamAdapter):
         if found is not None and self._batch.rows and self.mesh.world_size > 1:
             found.rows.begin((x for x in tree_leaves(given) if isinstance(x, Tensor)), self._batch.rows)
 
-    def _refuse(self, given: Mapping[str, Any]) -> None:
-        config = getattr(self.model, "config", None)
+    def _refuse(self, config: object, given: Mapping[str, Any]) -> None:
         for name in _INSIDE:
             if given.get(name) or (given.get(name) is None and getattr(config, name, False)):
                 raise LayoutError(
@@ -213,7 +215,7 @@ class ModelAdapter(StreamAdapter):
             return given
         made = dict(given)
         names = ("attention_mask", "decoder_attention_mask", "position_ids")
-        for name in names[:2] if self._of_attention else names:
+        for name in names[:2] if self._cuts_positions else names:
             value = given.get(name)
             if not isinstance(value, Tensor) or value.shape[0] != self._batch.rows:
                 continue
@@ -307,6 +309,10 @@ class ModelAdapter(StreamAdapter):
                 f"the model return its logits"
             )
         return value[: self._batch.given] if value.shape[0] == self._batch.rows else value
+
+
+def _has_attended_rows(module: nn.Module) -> bool:
+    return bool(getattr(module, "attended_rows", False))
 
 
 def _is_rotary(module: nn.Module) -> bool:

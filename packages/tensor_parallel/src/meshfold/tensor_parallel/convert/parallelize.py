@@ -300,7 +300,7 @@ class _Conversion:
             whole=next((n for n in self.roles.named("replicate") if takes_rows(self.analysis.modules[n])), ""),
             ignored=losses[0].ignore_index if losses else -100,
             batch=self.builder.batch,
-        ).attach_to_model()
+        ).attach_to_model(self.model)
 
     def _catch_dropout(self) -> FunctionalDropout | None:
         if not has_functional_dropout(self.model):

@@ -279,7 +279,7 @@ class Linear(ShardedLayer):
     def defer_weight_gradient(self) -> WeightGradSite:
         """Defer dw to a site from now on (:mod:`meshfold.mesh.parameters.deferred_wgrad`); db is computed with dx."""
         if self._site is None:
-            self._site = WeightGradSite(self._add_weight_gradients)
+            self._site = WeightGradSite.for_layer(self, type(self)._add_weight_gradients)
             self._bind()
         return self._site
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from typing import Literal, NoReturn
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -27,19 +28,25 @@ ROUND_BYTES = 512
 class Block:
     """Part of an arena, made by :meth:`Arena.allocate` or :meth:`Arena.count`.
 
+    The arena has its blocks; a block that outlives its arena is memory that nobody accounts for.
+
     Attributes:
-        arena: that accounts for it.
         nbytes: bytes of its storage: the tensor's, rounded up.
         purpose: of the memory, shown by :class:`OutOfBudget`.
     """
 
-    __slots__ = ("_tensor", "arena", "nbytes", "purpose")
+    __slots__ = ("_arena", "_tensor", "nbytes", "purpose")
 
     def __init__(self, arena: Arena, tensor: Tensor, nbytes: int, purpose: str) -> None:
-        self.arena = arena
+        self._arena = ref(arena)
         self.nbytes = nbytes
         self.purpose = purpose
         self._tensor: Tensor | None = tensor
+
+    @property
+    def arena(self) -> Arena | None:
+        """The arena that accounts for it; None if that is gone."""
+        return self._arena()
 
     @property
     def tensor(self) -> Tensor:
@@ -66,7 +73,8 @@ class Block:
         storage = self.tensor.untyped_storage()
         if storage.nbytes():
             storage.resize_(0)
-            self.arena._returned(self.nbytes)
+            if (arena := self._arena()) is not None:
+                arena._returned(self.nbytes)
 
     def restore(self) -> None:
         """Allocate memory again after :meth:`empty`, of undefined contents. Does nothing if it has some.
@@ -75,13 +83,17 @@ class Block:
             OutOfBudget: if the arena has less left.
             ArenaError: after :meth:`free`.
         """
-        storage = self.tensor.untyped_storage()
-        if not storage.nbytes():
-            self.arena._taken(self.nbytes)
-            try:
-                storage.resize_(self.nbytes)
-            except RuntimeError as error:
-                self.arena._refused(self.nbytes, error)
+        storage, arena = self.tensor.untyped_storage(), self._arena()
+        if storage.nbytes():
+            return
+        if arena is not None:
+            arena._taken(self.nbytes)
+        try:
+            storage.resize_(self.nbytes)
+        except RuntimeError as error:
+            if arena is None:
+                raise
+            arena._refused(self.nbytes, error)
 
     def free(self) -> None:
         """Release the memory. The caller must drop all views, which would keep the storage alive, unaccounted.
@@ -92,11 +104,14 @@ class Block:
         Raises:
             ArenaError: if it was freed before.
         """
-        self.arena._give_back(self)
+        if (arena := self._arena()) is not None:
+            arena._give_back(self)
+        else:
+            self._tensor = None
 
     def __repr__(self) -> str:
-        of = f" for {self.purpose}" if self.purpose else ""
-        return f"block of {self.nbytes:,} bytes{of} in arena {self.arena.name!r}"
+        of, arena = f" for {self.purpose}" if self.purpose else "", self._arena()
+        return f"block of {self.nbytes:,} bytes{of}{'' if arena is None else f' in arena {arena.name!r}'}"
 
 
 class Arena:

@@ -69,9 +69,10 @@ class GeneralStepper(StepsAtOnce):
             for parameter in self._weights[chunk].parameters.values():
                 for key, value in self._tensors(parameter):
                     old = self._counted.get(parameter, {}).get(key)
-                    if old is not None and old.arena is not arena:
+                    before = None if old is None else old.arena
+                    if before is not None and before is not arena:
                         self._replace(parameter, key, arena)
-                        moved.append((parameter, key, old.arena))
+                        moved.append((parameter, key, before))
                     elif old is None and key != "step":  # torch keeps step counts on the CPU
                         self.optimizer.state[parameter][key] = value.to(arena.device)
         except BaseException:

@@ -48,18 +48,15 @@ class StepTracer:
         """
         self._units = find_units(model) if units is None else list(units)
         self._memory, self._clock = memory, clock
-        self._seen: list[_Seen] = []
+        self._steps = _Timesteps(memory)
+        self._seen = self._steps.seen
         self._inside: dict[Unit, _Seen] = {}
         self._in_backward = False
-        self._most = 0  # peak bytes since the current timestep began; the first includes what was before
         self._arrived: Any = None
         self._arriving = False  # between reaching a unit and entering it
         self._stack = ExitStack()
         self.layers = LayerWatch(
-            clock=clock,
-            place=lambda: max(0, len(self._seen) - 1),
-            most=self._most_so_far,
-            round_bytes=memory.round_bytes,
+            clock=clock, place=self._steps.place, most=self._steps.most_so_far, round_bytes=memory.round_bytes
         )
 
     def __enter__(self) -> StepTracer:
@@ -85,7 +82,7 @@ class StepTracer:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._close_moment()
+        self._steps.end()
         self._stop = self._clock.mark()
         self._stack.close()
 
@@ -201,7 +198,7 @@ class StepTracer:
         if unit in self._inside:
             return
         self._arriving = False
-        self._close_moment()
+        self._steps.end()
         seen = _Seen(
             unit=unit.name,
             backward=self._in_backward,
@@ -216,20 +213,6 @@ class StepTracer:
         seen = self._inside.pop(unit, None)
         if seen is not None:
             seen.until = len(self._seen) - 1
-
-    def _close_moment(self) -> None:
-        """End the current timestep, or the time before the first."""
-        peak, now = self._memory.take()
-        self._most = max(self._most, peak)
-        if self._seen:
-            last = self._seen[-1]
-            last.peak, last.now = self._most, now
-            self._most = 0
-
-    def _most_so_far(self) -> int:
-        """Return the peak bytes of the current timestep."""
-        self._most = max(self._most, self._memory.take()[0])
-        return self._most
 
     def _moment(self, i: int) -> TracedMoment:
         seen, seconds = self._seen[i], self._clock.seconds
@@ -249,6 +232,38 @@ class StepTracer:
             waited_seconds=waited,
             stalled_seconds=stalled,
         )
+
+
+class _Timesteps:
+    """The timesteps so far.
+
+    Attributes:
+        seen: all of them, in order; the last is the current one.
+    """
+
+    def __init__(self, memory: MemoryProbe) -> None:
+        """``memory``: counts bytes."""
+        self.seen: list[_Seen] = []
+        self._memory = memory
+        self._most = 0  # peak bytes since the current timestep began; the first includes what was before
+
+    def place(self) -> int:
+        """Return the number of the current timestep."""
+        return max(0, len(self.seen) - 1)
+
+    def most_so_far(self) -> int:
+        """Return the peak bytes of the current timestep."""
+        self._most = max(self._most, self._memory.take()[0])
+        return self._most
+
+    def end(self) -> None:
+        """End the current timestep, or the time before the first."""
+        peak, now = self._memory.take()
+        self._most = max(self._most, peak)
+        if self.seen:
+            last = self.seen[-1]
+            last.peak, last.now = self._most, now
+            self._most = 0
 
 
 @dataclass(kw_only=True, slots=True)

@@ -105,6 +105,7 @@ class Runtime:
         """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
+        self._handles.clear()  # some have the hooks, which call this
 
     def reread(self) -> None:
         """After chunks were moved: find those that are not resident, or that may have a pending step."""

@@ -23,7 +23,6 @@ from meshfold.zero_gemini.chunks.parameter_table import slot_alignment
 from meshfold.zero_gemini.chunks.placement import EVERYTHING_ON_THE_DEVICE, ChunkPlacement, PlacementRule
 from meshfold.zero_gemini.errors import ChunkError, Faults
 from meshfold.zero_gemini.memory.arena import Memory
-from meshfold.zero_gemini.norm import combine, power_sum
 from meshfold.zero_gemini.optimizer import DiskSettings, Stepper
 from meshfold.zero_gemini.optimizer.early_steps import EarlySteps
 from meshfold.zero_gemini.optimizer.kernel_runs import StepKind, StepTiming
@@ -41,9 +40,11 @@ from meshfold.zero_gemini.sharded_model.build import (
     make_stepper,
     take_parameters,
 )
+from meshfold.zero_gemini.sharded_model.chunk_norms import ChunkNorms
 from meshfold.zero_gemini.sharded_model.contents import Contents
 from meshfold.zero_gemini.sharded_model.moves import Residents
 from meshfold.zero_gemini.sharded_model.parameter_values import ParameterValues
+from meshfold.zero_gemini.sharded_model.pending_steps import PendingSteps
 from meshfold.zero_gemini.sharded_model.reducer import GradientFlow
 
 
@@ -113,13 +114,13 @@ class ChunkedModel(ParameterValues):
         others = {*apart, *(axis for p in model.parameters() for axis in metadata_on(p, mesh).only_at)}
         alike = [axis for axis in mesh.names if axis not in others]
         self._faults = Faults(mesh.group(*alike), memory.device)
-        self._promised = False  # the outcome of the last step is not exchanged yet
         self._gradients: dict[Chunk, ChunkGradient] = {}
         values = values or sharded_values(model, memory.device)
         fp8_weights = fp8_weights if stage == 3 else {}
         given = dict(model.named_parameters())
         self._fp8_weights = {name: fp8_weights[p] for name, p in given.items() if p in fp8_weights}
         self._facts, first = take_parameters(model, mesh, memory.device, dtype, other_dtypes, fp8_weights)
+        self._norms = ChunkNorms(self._facts)
         self._names: dict[Tensor, str] = {facts.parameter: name for name, facts in self._facts.items()}
         self.group_names: list[list[str]] = []
         if make_optimizer is not None:
@@ -173,14 +174,15 @@ class ChunkedModel(ParameterValues):
         calls = OpenCalls({unit: self._chunks_of_unit(unit) for unit in self._units})
         adam = None if self._stepper is None else self._stepper.one_by_one
         self._early = None if adam is None else EarlySteps(adam, calls, memory)
+        self._pending = PendingSteps(self._stepper, self.chunks, self._faults, self._early)
         self._speculative = None if adam is None else SpeculativeSteps(adam)
         self._runtime = Runtime(
             model,
             calls,
             prefetch=prefetch,
-            before_evaluation=self.flush,
+            before_evaluation=self._pending.flush,
             light=frozenset(unit for unit in self._units if unit.name in light),
-            steps_in_background=self._steps_in_background,
+            steps_in_background=self._pending.in_background,
             check_forward=None if self._early is None else self._early.check,
             on_left=None if self._early is None else self._early.go,
             recomputes=recomputes,
@@ -227,7 +229,7 @@ class ChunkedModel(ParameterValues):
                 gradient_dtype or master_dtype or kind.dtype,
                 placement.state,
                 every_time=self._stage > 1,
-                measure=partial(self._square_sum, chunk),
+                measure=partial(self._norms.square_sum, chunk),
                 wait_for_reader=partial(self._stepper.done_with, chunk),
             )
         return chunk
@@ -251,25 +253,6 @@ class ChunkedModel(ParameterValues):
             whole = values(name, self._facts[name].parameter, whole.dtype)
         self._contents.fill(name, whole)
 
-    def _power_sum(self, chunk: Chunk, norm_type: float, shard: Tensor) -> Tensor:
-        """Return this rank's contribution to a norm, from its shard of a chunk's gradient on any device."""
-        alike = self._facts[chunk.spec.names[0]].kind.holders
-        if alike:
-            return power_sum(shard, alike, norm_type)
-        sums = []
-        for part in chunk.slices:
-            holders = self._facts[part.name].holders
-            if isinstance(holders, Tensor):
-                holders = holders[part.parameter_start : part.parameter_start + part.length]
-            grad = shard[part.shard_start : part.shard_start + part.length]
-            sums.append(power_sum(grad, holders, norm_type))
-        return combine(sums, norm_type, shard.device)
-
-    def _square_sum(self, chunk: Chunk, shard: Tensor, squares: Tensor | None) -> Tensor:
-        """Return this rank's contribution to the 2-norm; ``squares``: sums of them that the shard's reduction has made."""
-        alike = self._facts[chunk.spec.names[0]].kind.holders
-        return squares.sum() / alike if squares is not None and alike else self._power_sum(chunk, 2.0, shard)
-
     def _chunks_of_unit(self, unit: Unit) -> list[Chunk]:
         names = (self._names[parameter] for parameter in unit.parameters)
         return list(dict.fromkeys(self._chunk_of[name] for name in names if name in self._chunk_of))
@@ -288,36 +271,11 @@ class ChunkedModel(ParameterValues):
         """Return Adam's step timings on the host since the last call; empty for other optimizers."""
         return {} if self._stepper is None else self._stepper.take_timings()
 
-    def _steps_in_background(self, chunk: Chunk) -> bool:
-        return self._stepper is not None and self._stepper.steps_in_background(chunk)
-
     # -- pending steps -----------------------------------------------------------------------------------------
 
     def flush(self) -> None:
-        """Finish every pending step. All ranks must call.
-
-        Raises:
-            DiskError: on all ranks, if a step failed on one of them; it names the rank and the cause. Every later call raises
-                it too: training cannot continue.
-        """
-        self._check()
-        if self._stepper is not None:
-            self._stepper.finish()
-            for chunk in self.chunks:
-                chunk.wait_if_resident()
-        self._agree()
-
-    def _check(self) -> None:
-        """Raise the error that was reported to all ranks, or an error if a step was interrupted."""
-        self._faults.check()
-        if self._early is not None:
-            self._early.check()
-
-    def _agree(self) -> None:
-        """Finish the last step, and raise its errors on all ranks."""
-        if self._promised:
-            self._promised = False
-            self._faults.agree()
+        """See :meth:`PendingSteps.flush <meshfold.zero_gemini.sharded_model.pending_steps.PendingSteps.flush>`."""
+        self._pending.flush()
 
     # -- placements ---------------------------------------------------------------------------------------------
 
