@@ -171,6 +171,10 @@ class Pipeline:
         for stage in self._stages.values():
             stage.carried = carried
 
+    def close(self) -> None:
+        """Remove the hooks from the parameters."""
+        self._ties.close()
+
     # -- training ---------------------------------------------------------------------------------------------------
 
     def step(self, batch: Any, *, scale: float = 1.0) -> Tensor:

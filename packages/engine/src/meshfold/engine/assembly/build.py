@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -102,8 +101,6 @@ def build(
     world = join_world(parallel, device, limit_s=asked.watchdog)
     opened.callback(watch_over(world, asked.watchdog, asked.compare).close)
     opened.callback(world.mesh.close)
-    if world.device.type == "cuda":
-        gc.collect()  # the weights of an earlier engine are in cycles of references, and would stay in the GPU's memory
     recompute = recomputation.check_recompute(recompute, world.spec)
     if asked.compile is not None:
         asked.compile.check(world.spec)
@@ -119,6 +116,8 @@ def build(
         check_given(model, world, own_loss=asked.loss_fn is not None)
     stages = PipelineSettings(loss_fn=asked.loss_fn, example=example)
     part = assemble(model, world, asked.precision, asked.seed, rules, stages)
+    if part.pipelined is not None:
+        opened.callback(part.pipelined.pipeline.close)
     fp8 = None
     if asked.precision.fp8 is not None:
         fp8 = use_fp8(part.model, asked.precision.fp8, world, accumulation=asked.accumulation)

@@ -27,10 +27,9 @@ class TiedGradients:
     def __init__(self, ties: Sequence[Tie], parameters: Sequence[nn.Parameter], channels: Channels) -> None:
         self.ties, self.parameters, self._channels = ties, list(parameters), channels
         self._shapes = [parameter.shape for parameter in parameters]  # ZeRO stage 3 empties them between uses
-        self._own: list[Tensor | None] = [None] * len(self.parameters)
-        self._collecting = False
+        self._collected = _Collected()
         self._handles: list[RemovableHandle] = [
-            parameter.register_post_accumulate_grad_hook(self._hook(place))
+            parameter.register_post_accumulate_grad_hook(self._collected.hook(place))
             for place, parameter in enumerate(self.parameters)
             if parameter.requires_grad
         ]
@@ -41,52 +40,73 @@ class TiedGradients:
         before = [parameter.grad for parameter in self.parameters]
         for parameter in self.parameters:
             parameter.grad = None
-        self._own = [None] * len(self.parameters)
-        self._collecting = True
+        self._collected.begin()
         try:
             yield
         finally:
-            self._collecting = False
+            self._collected.end()
             for parameter, gradient in zip(self.parameters, before, strict=True):
                 parameter.grad = gradient
 
     def sum(self) -> None:
         """Add the sum over all holders to ``.grad`` after the step, as autograd would; all holders must call."""
         coming: list[list[tuple[int, Transfer]]] = []
+        own: dict[int, Tensor] = {}
         trained = [place for place, parameter in enumerate(self.parameters) if parameter.requires_grad]
         here = self._channels.index
         for place in trained:
-            found, parameter = self._own[place], self.parameters[place]
+            found, parameter = self._collected.gradients.get(place), self.parameters[place]
             gradient = _zeros(parameter, self._shapes[place]) if found is None else found
-            self._own[place] = gradient
+            own[place] = gradient
             others = [rank for rank in self.ties[place].ranks if rank != here]
             for rank in others:
                 self._channels.send(gradient, rank)
             coming.append([(rank, self._channels.receive(torch.empty_like(gradient), rank)) for rank in others])
         for place, transfers in zip(trained, coming, strict=True):
-            own, parameter = self._own[place], self.parameters[place]
-            assert own is not None  # set above
-            parts = dict([(here, own), *((rank, transfer.wait()) for rank, transfer in transfers)])
+            parameter = self.parameters[place]
+            parts = dict([(here, own[place]), *((rank, transfer.wait()) for rank, transfer in transfers)])
             total = _sum([parts[rank] for rank in sorted(parts)])
             accumulate_grad(parameter, total.to(parameter.dtype))
         self._channels.finish()
-        self._own = [None] * len(self.parameters)
+        self._collected.gradients.clear()
 
     def close(self) -> None:
         """Remove the hooks from the parameters."""
         for handle in self._handles:
             handle.remove()
 
-    def _hook(self, place: int) -> Callable[[Tensor], None]:
+
+class _Collected:
+    """Gradients that have arrived, for hooks of parameters: it has none of them, since they have the hooks.
+
+    Attributes:
+        gradients: sums over micro-batches, by the parameter's place.
+    """
+
+    def __init__(self) -> None:
+        self.gradients: dict[int, Tensor] = {}
+        self._is_on = False
+
+    def begin(self) -> None:
+        """Collect from now on."""
+        self.gradients.clear()
+        self._is_on = True
+
+    def end(self) -> None:
+        """Leave later gradients unchanged."""
+        self._is_on = False
+
+    def hook(self, place: int) -> Callable[[Tensor], None]:
+        """Return the hook of a parameter."""
+
         def arrive(parameter: Tensor) -> None:
-            if not self._collecting or parameter.grad is None:
+            if not self._is_on or parameter.grad is None:
                 return
             found, parameter.grad = parameter.grad, None
-            own = self._own[place]
-            if own is None:
-                self._own[place] = found.to(_wide(found)).contiguous()
+            if place in self.gradients:
+                self.gradients[place].add_(found)
             else:
-                own.add_(found)
+                self.gradients[place] = found.to(_wide(found)).contiguous()
 
         return arrive
 
