@@ -9,6 +9,7 @@ import signal
 import socket
 import sys
 from collections.abc import Generator, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -62,9 +63,36 @@ def _stays_here(address: object) -> bool:
 gc.disable()
 
 
+_PLACES: dict[str, int] = {}
+"""Folders whose tests this process collects last to first, and their place among the tests"""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Have every second worker of pytest-xdist collect from the end.
+
+    Collecting a file for the first time compiles it, with its assertions rewritten, for all processes after. Workers that
+    collected in one order would compile every file at the same time, each for itself.
+    """
+    worker = getattr(config, "workerinput", {}).get("workerid", "gw0")
+    if int(worker.removeprefix("gw")) % 2 == 0 or any("::" in one for one in config.args):
+        return
+    folders = [Path(config.invocation_params.dir, one) for one in config.args]
+    parts = [part for one in folders for part in (sorted(one.iterdir()) if one.name == "packages" else [one])]
+    parts = [part for part in parts if part.is_file() or (part / "tests").is_dir() or part in folders]
+    _PLACES.update({str(part): place for place, part in enumerate(parts)})
+    config.args[:] = [str(part) for part in reversed(parts)]
+
+
+def _place(item: pytest.Item) -> int:
+    return next(_PLACES[str(one)] for one in (item.path, *item.path.parents) if str(one) in _PLACES)
+
+
 @pytest.hookimpl(tryfirst=True)  # before -m takes its choice
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark cases slow, of a test that is marked ``few(count)``: all but so many, evenly chosen among those not slow."""
+    """Put the tests in the order that all workers have. Mark cases slow, of a test that is marked ``few(count)``: all
+    but so many, evenly chosen among those not slow."""
+    if _PLACES:
+        items.sort(key=_place)
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("few") and not item.get_closest_marker("slow"):
@@ -120,12 +148,17 @@ def nothing_left() -> Iterator[None]:
         pytest.fail(left, pytrace=False)
 
 
+def _run_of_workers(config: pytest.Config) -> str | None:
+    """Return the name that all workers of a run of pytest-xdist know; None in a process that runs the tests alone."""
+    return getattr(config, "workerinput", {}).get("testrunuid")
+
+
 @pytest.fixture(scope="session")
-def warm() -> Iterator[WarmPython]:
+def warm(pytestconfig: pytest.Config) -> Iterator[WarmPython]:
     """Python that has torch imported when it starts, and the folder of its commands."""
     from integration_tests.warm_python import WarmPython
 
-    with WarmPython() as server:
+    with WarmPython(run=_run_of_workers(pytestconfig)) as server:
         yield server
 
 
@@ -136,11 +169,11 @@ def warm_python(warm: WarmPython) -> str:
 
 
 @pytest.fixture(scope="session")
-def torch_python() -> Iterator[str]:
+def torch_python(pytestconfig: pytest.Config) -> Iterator[str]:
     """A stand-in for ``sys.executable`` that starts with torch imported and nothing else, to see what an import brings along."""
     from integration_tests.warm_python import WarmPython
 
-    with WarmPython(["torch"]) as server:
+    with WarmPython(["torch"], run=_run_of_workers(pytestconfig)) as server:
         yield server.python
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import fcntl
 import gc
 import importlib
 import inspect
@@ -26,6 +27,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from select import select
@@ -57,20 +59,44 @@ _IMPORTED = (
 )
 
 
+_SHARED: list[subprocess.Popen[bytes] | None] = []
+"""Processes that this one has started and that outlive it."""
+
+
 class WarmPython:
     """Starts the process that forks; closing it ends that and what it forked.
 
     Args:
         imported: modules that its programs find imported.
+        run: name of a run of tests by several workers of pytest-xdist: they share one process, which ends with their parent.
 
     Attributes:
         folder: to be put first on the path of commands: ``python`` and ``meshfold`` are in it.
-        python: what to call instead of ``sys.executable``.
     """
 
-    def __init__(self, imported: Sequence[str] = _IMPORTED) -> None:
-        self.folder = Path(tempfile.mkdtemp(prefix="meshfold-warm-"))
-        self.python = str(self.folder / "python")
+    def __init__(self, imported: Sequence[str] = _IMPORTED, run: str | None = None) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        if run is None or not hasattr(os, "pidfd_open"):
+            self.folder = Path(tempfile.mkdtemp(prefix="meshfold-warm-"))
+            self._start(imported, owner=None)
+            return
+        kind = zlib.crc32(" ".join(imported).encode())
+        self.folder = Path(tempfile.gettempdir(), f"meshfold-warm-{run}-{kind:08x}")
+        self.folder.mkdir(mode=0o700, exist_ok=True)
+        with open(self.folder / "lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not (self.folder / "ready").exists():
+                self._start(imported, owner=os.getppid())
+                (self.folder / "ready").touch()
+                _SHARED.append(self._process)
+        self._process = None
+
+    @property
+    def python(self) -> str:
+        """What to call instead of ``sys.executable``."""
+        return str(self.folder / "python")
+
+    def _start(self, imported: Sequence[str], owner: int | None) -> None:
         address = str(self.folder / "socket")
         scripts = Path(sys.executable).parent
         for name in ("python", "meshfold"):
@@ -82,9 +108,9 @@ class WarmPython:
             command.chmod(0o755)
         environment = dict(os.environ, MPLBACKEND="agg", PYTHONUNBUFFERED="1")
         self._process = subprocess.Popen(
-            [sys.executable, "-m", __name__, address, self.python, *imported],
+            [sys.executable, "-m", __name__, address, self.python, str(owner or 0), *imported],
             cwd=ROOT,
-            stdin=subprocess.PIPE,
+            stdin=subprocess.PIPE if owner is None else subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             env=environment,
         )
@@ -99,7 +125,9 @@ class WarmPython:
         return dict(os.environ, PATH=path, MPLBACKEND="agg", PYTHONUNBUFFERED="1")
 
     def close(self) -> None:
-        """End it."""
+        """End it; one that others use goes on."""
+        if self._process is None:
+            return
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.close()
         self._process.wait()
@@ -123,12 +151,13 @@ def _reap(number: int, frame: object) -> None:
             pass
 
 
-def _serve(listener: socket.socket) -> dict[str, Any] | None:
-    """Fork for each call; in the process that was forked, its job; None when the owner has closed its end."""
+def _serve(listener: socket.socket, owner: int) -> dict[str, Any] | None:
+    """Fork for each call; in the process that was forked, its job; None when the owner has ended, or closed its end."""
     signal.signal(signal.SIGCHLD, _reap)
+    end = os.pidfd_open(owner) if owner else sys.stdin.fileno()
     while True:
-        ready = select([listener.fileno(), sys.stdin.fileno()], [], [])[0]
-        if sys.stdin.fileno() in ready:
+        ready = select([listener.fileno(), end], [], [])[0]
+        if end in ready:
             return None
         caller = listener.accept()[0]
         if os.fork() == 0:
@@ -176,8 +205,6 @@ def _accompany(caller: socket.socket) -> dict[str, Any]:
 
 def _take_over(files: list[int], numbers: list[int]) -> None:
     """Give open files the numbers that they have in the caller, and close what the caller does not have."""
-    import fcntl
-
     above = max(*files, *numbers) + 1
     moved = [fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, above) for file in files]
     for file in {0, *files} - set(numbers):
@@ -245,7 +272,7 @@ def _end(error: BaseException | None) -> NoReturn:
 
 
 if __name__ == "__main__":
-    for name in sys.argv[3:]:
+    for name in sys.argv[4:]:
         with contextlib.suppress(ImportError):  # an extra that is not installed
             importlib.import_module(name)
     # Each program would do once what these do: register what numba knows, and scan all modules.
@@ -257,7 +284,9 @@ if __name__ == "__main__":
         calls.listen(64)
         gc.freeze()  # no program looks for garbage in what it shares with this process, which would copy all of it
         print("ready", flush=True)
-        work = _serve(calls)
+        work = _serve(calls, int(sys.argv[3]))
+    if work is None and sys.argv[3] != "0":
+        shutil.rmtree(Path(sys.argv[1]).parent, ignore_errors=True)
     if work is not None:
         ended: BaseException | None = None
         try:
