@@ -184,7 +184,7 @@ def test_training_writes_a_grid(warm: WarmPython, tmp_path: Path) -> None:
     from PIL import Image
 
     options = ["--model", "unet", "--steps", "4", "--rows", "8", "--parallel", '{"tensor": 2}']
-    command = [sys.executable, "-m", "meshfold.cli", "run", "--ranks", "2", str(FOLDER / "train.py"), str(tmp_path)]
+    command = [warm.python, "-m", "meshfold.cli", "run", "--ranks", "2", str(FOLDER / "train.py"), str(tmp_path)]
     printed = run([*command, *options], warm)
     assert "step 3  loss" in printed
     assert Image.open(tmp_path / "samples.png").size == (64, 64)
@@ -235,7 +235,7 @@ def test_stable_diffusion_is_tuned_from_folder_to_folder(options: list[str], war
         Image.new("RGB", (16, 16), (90 * number, 200, 10)).save(tmp_path / "images" / f"{number}.png")
         (tmp_path / "images" / f"{number}.txt").write_text(caption)
     script, folders = str(FOLDER / "fine_tune.py"), [str(tmp_path / name) for name in ("there", "images", "out")]
-    command = [sys.executable, "-m", "meshfold.cli", "run", "--ranks", "2", script, *folders, "--steps", "2"]
+    command = [warm.python, "-m", "meshfold.cli", "run", "--ranks", "2", script, *folders, "--steps", "2"]
     assert "wrote out" in run([*command, *options], warm)
     if "--lora" in options:
         assert (tmp_path / "out" / "pytorch_lora_weights.safetensors").is_file()

@@ -17,7 +17,7 @@ from meshfold.mesh import SpecError
 from meshfold.mesh.testing import ranks, run_on_ranks
 from meshfold.models import GPT, GPTConfig, build
 
-WORDS, LENGTH, STEPS = 48, 8, 4
+WORDS, LENGTH, STEPS = 48, 8, 3
 GRAPHS: list[int] = []
 
 

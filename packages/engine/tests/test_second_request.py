@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -29,9 +28,9 @@ with GracefulStop(Engine(nn.Linear(2, 2), device="cpu")):
 """
 
 
-def stuck(folder: Path) -> subprocess.Popen[str]:
+def stuck(folder: Path, python: str) -> subprocess.Popen[str]:
     (folder / "stuck.py").write_text(STUCK)
-    process = subprocess.Popen([sys.executable, "stuck.py"], cwd=folder, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen([python, "stuck.py"], cwd=folder, stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + SECONDS
     while not (folder / "waits").exists():
         assert process.poll() is None and time.monotonic() < deadline
@@ -39,8 +38,8 @@ def stuck(folder: Path) -> subprocess.Popen[str]:
     return process
 
 
-def test_a_process_that_waits_in_c_ends_at_the_second_request(tmp_path: Path) -> None:
-    process = stuck(tmp_path)
+def test_a_process_that_waits_in_c_ends_at_the_second_request(tmp_path: Path, warm_python: str) -> None:
+    process = stuck(tmp_path, warm_python)
     try:
         for number in (
             signal.SIGTERM,

@@ -257,7 +257,7 @@ def test_a_forked_child_can_neither_use_nor_remove_the_store(tmp_path: Path) -> 
 
 
 WRITER = """
-    import sys, torch
+    import os, sys, torch
     from meshfold.zero_gemini.nvme import DiskStore
     store = DiskStore(sys.argv[1], 0, {"a": 1 << 23, "b": 1 << 23}, in_flight=4, chunk_bytes=1 << 16)
     turn = 0
@@ -268,25 +268,26 @@ WRITER = """
                 pending.wait()
         turn += 1
         if turn == 2:
-            print("writing", flush=True)
+            print("writing", os.getpid(), flush=True)
         if turn > 2:
             pending.wait()
 """
 
 
-def test_kill_in_the_middle_of_a_write(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", textwrap.dedent(WRITER), str(tmp_path)]
+def test_kill_in_the_middle_of_a_write(tmp_path: Path, warm_python: str) -> None:
+    command = [warm_python, "-c", textwrap.dedent(WRITER), str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
-        assert process.stdout.readline() == "writing\n"
-        with pytest.raises(DiskError, match=f"in use by process {process.pid}"):
+        said, pid = process.stdout.readline().split()
+        assert said == "writing"
+        with pytest.raises(DiskError, match=f"in use by process {pid}"):
             DiskStore(tmp_path, 0, SIZES)
-        process.send_signal(signal.SIGKILL)
+        os.kill(int(pid), signal.SIGKILL)
     assert process.returncode == -signal.SIGKILL
     (path,) = tmp_path.iterdir()
     assert path.stat().st_size > 2 << 23
     with DiskStore(tmp_path, 0, SIZES) as store:
-        assert store.notes[0] == f"{path}: replaced the file of process {process.pid}, which no longer uses it."
+        assert store.notes[0] == f"{path}: replaced the file of process {pid}, which no longer uses it."
         source, out = torch.randint(0, 255, (PAGE,), dtype=torch.uint8), torch.empty(PAGE, dtype=torch.uint8)
         store.write("second", source)
         store.read("second", out).wait()
