@@ -57,6 +57,7 @@ arguments.add_argument("--prediction", default="v", help="epsilon, v, x0 or flow
 arguments.add_argument("--parallel", type=json.loads, default=dict(data=2), help="as in '{\"tensor\": 2}'")
 arguments.add_argument("--steps", type=int, default=2000)
 arguments.add_argument("--rows", type=int, default=32, help="of the global batch")
+arguments.add_argument("--sampling-steps", type=int, default=20, help="of the grid")
 asked = arguments.parse_args()
 
 sizes, process = (
@@ -93,8 +94,8 @@ with Engine(model, asked.parallel, optimizer=adamw, loss_fn=WeightedSquares()) a
     noise, _ = process.draw((16, 3, sizes["sample_size"], sizes["sample_size"]), step=-1)
     with averaged_weights(engine):
         engine.model.eval()
-        noise, where = noise.to(engine.device), wanted.to(engine.device)
-        found = process.sample(lambda x, times: engine.model(**called_with(x, times, where)).sample, noise, steps=20)
+        noise, where, steps = noise.to(engine.device), wanted.to(engine.device), asked.sampling_steps
+        found = process.sample(lambda x, times: engine.model(**called_with(x, times, where)).sample, noise, steps=steps)
     if engine.mesh.rank == 0:
         save_grid(found, asked.out / "samples.png")
     engine.print(f"a grid of {len(found)} samples, from {found.min():.1f} to {found.max():.1f}")

@@ -232,6 +232,9 @@ TRAINERS: dict[str, Callable[..., Any]] = dict(
 )
 
 
+SOME = [("grpo", "zero 3"), ("dapo", "pipeline"), ("ppo", "tensor")]
+
+
 @pytest.fixture(scope="module")
 def of_one_process() -> dict[str, list[dict[str, float]]]:
     found = {}
@@ -243,20 +246,20 @@ def of_one_process() -> dict[str, list[dict[str, float]]]:
 
 
 @pytest.mark.parametrize(
-    "pairs",
+    ("pairs", "steps"),
     [
-        [("grpo", "zero 3"), ("dapo", "pipeline"), ("ppo", "tensor")],
-        pytest.param([("grpo", "data"), ("ppo", "zero 3")], marks=pytest.mark.slow),
+        (SOME, 2),
+        pytest.param([*SOME, ("grpo", "data"), ("ppo", "zero 3")], 3, marks=pytest.mark.slow),
     ],
-    ids=["some", "rest"],
+    ids=["some", "all"],
 )
 @ranks(2)
 def test_steps_equal_one_process(
-    of_one_process: dict[str, list[dict[str, float]]], pairs: list[tuple[str, str]]
+    of_one_process: dict[str, list[dict[str, float]]], pairs: list[tuple[str, str]], steps: int
 ) -> None:
     for name, spec in pairs:
         trainer = TRAINERS[name](parallel=SPECS[spec])
-        for found, expected in zip(fit(trainer, 2), of_one_process[name][:2], strict=True):
+        for found, expected in zip(fit(trainer, steps), of_one_process[name][:steps], strict=True):
             assert found == pytest.approx(expected, rel=1e-6, abs=1e-8), (name, spec)
         trainer.close()
 

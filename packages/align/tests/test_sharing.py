@@ -197,7 +197,9 @@ def test_shared_prompts_on_2() -> None:
 @ranks(2)
 def test_shared_prompts_on_2_in_more_specs() -> None:
     with norms_in_float64():
-        check(dpo_of(llama, parallel=SPECS["data"]))
+        for model in (llama, gpt):
+            check(dpo_of(model, parallel=SPECS["data"]))
+        check(grpo_of(llama, parallel=SPECS["data"]))
         for name in ("data", "zero 3", "tensor", "pipeline"):
             for kind in ("Llama", "Qwen3"):
                 check(dpo_of(hugging_face(kind), kernels="off", parallel=SPECS[name]))

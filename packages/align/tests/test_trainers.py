@@ -161,8 +161,18 @@ def test_other_trainers_equal_one_process() -> None:
     compare(SFT(gpt, completions(), length=12, parallel=zero, **COMMON), gpt(), sft_loss, completions(), 2)
     compare(SFT(llama, completions(), length=12, parallel=pipeline, **COMMON), llama(), sft_loss, completions(), 2)
     compare(KTO(llama, completions(), beta=0.5, parallel=zero, **COMMON), llama(), kto_loss, completions(), 2)
+
+
+# A reward model has the two specs that the trainers above have not.
+@pytest.mark.parametrize(
+    "names",
+    [("tensor", "sequence"), pytest.param(("zero 3", "pipeline", "data"), marks=pytest.mark.slow)],
+    ids=["some", "rest"],
+)
+@ranks(2)
+def test_a_reward_model_equals_one_process(names: tuple[str, ...]) -> None:
     scores = scorer(llama)
-    for name in ("tensor", "sequence"):  # the two that the others have not
+    for name in names:
         trainer = RewardModel(scores, pairs(), centering=0.1, parallel=SPECS[name], **COMMON)
         compare(trainer, scores(), reward_loss, pairs(), 2)
 

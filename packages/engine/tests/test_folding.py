@@ -114,6 +114,12 @@ def serial() -> tuple[list[float], dict[str, Tensor]]:
     return train({})
 
 
+@pytest.fixture(scope="module")
+def longer() -> tuple[list[float], dict[str, Tensor]]:
+    """The same after a step more."""
+    return train({}, 3)
+
+
 # The diagonal: both modes of axial, each stage of ZeRO, a pipeline, and blocks that are recomputed, each once. Beside ZeRO 1
 # data ranks share the same sums; dap alone is the first leg of the test of checkpoints.
 QUICK = ("zero 1 and dap", "pipeline and dap", "recomputed, zero 3 and grid")
@@ -130,19 +136,32 @@ def test_it_trains_as_on_one_process(name: str, serial: tuple[list[float], dict[
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", SPECS)
+def test_it_trains_three_steps_as_on_one_process(name: str, longer: tuple[list[float], dict[str, Tensor]]) -> None:
+    size = ParallelSpec.parse(SPECS[name]).world_size
+    recompute = "blocks" if name.startswith("recomputed") else None
+    for found in run_on_ranks(size, train, SPECS[name], 3, recompute=recompute):
+        check(found, longer)
+
+
+@pytest.mark.slow
 def test_it_trains_the_same_under_a_plan_of_memory(serial: tuple[list[float], dict[str, Tensor]]) -> None:
     """At 450 kB the plan takes chunks and recomputes; everything kept would take 1.4 MB."""
     for found in run_on_ranks(2, train, dict(axial=dict(size=2, memory=450_000), zero=dict(stage=3))):
         check(found, serial)
 
 
-def test_a_checkpoint_goes_on_under_other_axes(tmp_path: Path, serial: tuple[list[float], dict[str, Tensor]]) -> None:
+@pytest.mark.parametrize(("after", "wanted"), [(0, "serial"), pytest.param(1, "longer", marks=pytest.mark.slow)])
+def test_a_checkpoint_goes_on_under_other_axes(
+    after: int, wanted: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """A step on two ranks, one on four, and so many after in one process."""
     first, second = str(tmp_path / "dap"), str(tmp_path / "grid")
     grid = dict(axial=dict(mode="grid", rows=2, columns=2))
     losses = run_on_ranks(2, train, dict(axial=2), 1, first)[0][0]
     losses += run_on_ranks(4, train, grid, 1, second, first)[0][0]
-    _, state = train({}, 0, "", second)
-    check((losses, state), serial)
+    third, state = train({}, after, "", second)
+    check((losses + third, state), request.getfixturevalue(wanted))
 
 
 def test_a_model_without_folding_blocks_is_refused() -> None:

@@ -199,10 +199,14 @@ def test_elements(parallel: dict[str, Any]) -> None:
     compare(4, cases("lion", "two", [parallel]), batches(2), steps_alone)
 
 
-def test_muon_by_roles() -> None:
+@pytest.mark.parametrize(
+    ("model", "specs", "steps"),
+    [("two", PIPELINE_TENSOR, 2), pytest.param("llama", [*PIPELINE_TENSOR, ZERO[2]], 3, marks=slow)],
+)
+def test_muon_by_roles(model: str, specs: list[dict[str, Any]], steps: int) -> None:
     """Roles are those of the whole model, whatever a rank has of it."""
-    staged = [*cases("muon", "two", PIPELINE_TENSOR), *cases("muon", "two tied", [PIPELINE[1]])]
-    compare(4, staged, batches(2), steps_alone)
+    staged = [*cases("muon", model, specs), *cases("muon", "two tied", [PIPELINE[1]])]
+    compare(4, staged, batches(steps), steps_alone)
     for found in run_on_ranks(4, groups_of_muon, [dict(zero=dict(stage=1)), TENSOR[2]]):
         for groups, rates in found:
             assert groups == {"matrices": 4 * 4, "embeddings": 1, "head": 1, "norms_and_biases": 4 * 2 + 1}
@@ -395,6 +399,22 @@ def test_projections_go_on_under_another_spec(tmp_path: Path) -> None:
 
 def test_state_of_muon_goes_on_without_zero(tmp_path: Path) -> None:
     relay([(4, ZERO[2]), (2, {})], muon_leg, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("one", "legs"),
+    [
+        *((one, [(2, TENSOR[0]), (4, PIPELINE[1]), (1, {})]) for one in (lamb_leg, lars_leg)),
+        *((one, [(2, PIPELINE[0]), (1, {})]) for one in (adafactor_leg, came_leg)),
+        (galore_leg, [(2, TENSOR[0]), (1, {})]),
+        (muon_leg, [(2, {}), (1, ZERO[0])]),
+    ],
+)
+def test_state_of_zero_3_goes_on_through_other_specs(
+    one: Callable[..., Any], legs: list[tuple[int, dict[str, Any]]], tmp_path: Path
+) -> None:
+    relay([(4, ZERO[2]), *legs], one, tmp_path)
 
 
 @pytest.mark.slow
