@@ -244,6 +244,7 @@ def test_all_kernels_compile(compiler: Compiler, monkeypatch: pytest.MonkeyPatch
         "norms._row_sums",
         "norms._gradient_sums",
         "norms._gradients",
+        "norms._sum_parts",
         "activations._gated",
         "activations._gated_cast",
         "activations._gated_gradients",

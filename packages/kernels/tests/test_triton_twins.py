@@ -237,6 +237,16 @@ def test_norms(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     agree(lambda x, w, b: K.layer_norm(x, w, b, 1e-2), x, w, b, scale=rows)
 
 
+def test_sums_of_weight_gradients_over_many_programs() -> None:
+    from meshfold.kernels._triton import launch
+    from meshfold.kernels.norms_triton import _sum_parts
+
+    parts = seeded(2, 300, 40, dtype=torch.float32)
+    found = torch.full((2, 40), torch.nan, dtype=torch.float32, device=DEVICE)
+    launch(_sum_parts, (2, 2), parts, parts, found, 300, 40, HIGH=128, WIDE=32, num_warps=8)
+    torch.testing.assert_close(found, parts.double().sum(1).float())
+
+
 @pytest.mark.parametrize("stream", [torch.float32, torch.bfloat16], ids=str)
 @dtypes
 def test_fused_residual_add_is_the_two_steps(dtype: torch.dtype, stream: torch.dtype) -> None:

@@ -3,26 +3,133 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton import knobs
+
+
+class _Compiled(NamedTuple):
+    """A kernel that was compiled for arguments of one kind, and what its launcher takes."""
+
+    kernel: Any  # kept, since keys have its id
+    run: Callable[..., None]
+    function: int
+    metadata: Any
+    constants: tuple[Any, ...]
+
+
+_compiled: dict[tuple[object, ...], _Compiled] = {}
+_MOST_COMPILED = 4096  # more kinds of arguments than models have; they are found again after that
+_SMALL, _WIDE = 1 << 31, 1 << 63
 
 
 def launch(kernel: Any, grid: tuple[int, ...], on: Tensor, *arguments: Any, **settings: Any) -> None:
     """Run ``kernel`` over ``grid`` on the device of ``on``; an empty grid is no work.
 
-    Triton launches on the current device, which need not be the tensor's.
+    Triton launches on the current device, which need not be the tensor's. Its own launch looks at every argument, which takes the
+    host several times as long as a launch by torch. Here the first launch with arguments of one kind goes that way, and later ones
+    call the compiled kernel with addresses.
     """
     if 0 in grid:
         return
-    if on.is_cuda and on.device.index != torch.cuda.current_device():
-        with torch.cuda.device(on.device):
-            kernel[grid](*arguments, **settings)
-    else:
+    if not on.is_cuda or torch.version.hip is not None:
         kernel[grid](*arguments, **settings)
+        return
+    device: int = on.device.index
+    if device != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            launch(kernel, grid, on, *arguments, **settings)
+        return
+    known = _kind(kernel, device, arguments, settings)
+    if known is None or _is_observed():
+        kernel[grid](*arguments, **settings)
+        return
+    key, given = known
+    compiled = _compiled.get(key)
+    if compiled is None:
+        _remember(key, kernel, kernel[grid](*arguments, **settings), len(arguments), settings)
+        return
+    x, y, z = (*grid, 1, 1)[:3]
+    stream = torch._C._cuda_getCurrentRawStream(device)
+    run, function, metadata = compiled.run, compiled.function, compiled.metadata
+    run(x, y, z, stream, function, metadata, None, None, None, *given, *compiled.constants)
+
+
+def _kind(
+    kernel: Any, device: int, arguments: Sequence[Any], settings: Mapping[str, Any]
+) -> tuple[tuple[object, ...], list[Any]] | None:
+    """Return all that Triton may compile a kernel for, and its arguments with addresses for tensors; None if unknown.
+
+    Triton asks for the dtype of a tensor and whether its address is a multiple of 16; whether an integer is 1, or a multiple of 16,
+    and which integer type holds it.
+    """
+    kind: list[object] = [id(kernel), device, *settings, *settings.values()]
+    given: list[Any] = []
+    for each in arguments:
+        of = type(each)
+        if of is int:
+            kind.append(_integers.get(each) or _kind_of_integer(each))
+            given.append(each)
+        elif of is Tensor or isinstance(each, Tensor):
+            if not each.is_cuda:  # for Triton to refuse, or to find its address on the device
+                return None
+            address = each.data_ptr()
+            kind.append(each.dtype)
+            kind.append(address % 16)
+            given.append(address)
+        elif of is float or of is bool or each is None:
+            kind.append(of)
+            kind.append(None if of is float else each)
+            given.append(each)
+        else:
+            return None
+    return tuple(kind), given
+
+
+_integers: dict[int, str] = {}  # most arguments of a model's kernels are the same few integers
+
+
+def _kind_of_integer(number: int) -> str:
+    """Return what Triton tells apart of an integer."""
+    bits = 32 if -_SMALL <= number < _SMALL else 64 if number < _WIDE else 65
+    kind = f"{bits} {number == 1} {number % 16 == 0}"
+    if len(_integers) < _MOST_COMPILED:
+        _integers[number] = kind
+    return kind
+
+
+def _is_observed() -> bool:
+    """Return True while hooks, such as a profiler's, see Triton's launches."""
+    hooks = (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook)
+    return any(hook is not None and getattr(hook, "calls", True) for hook in hooks)
+
+
+def _remember(key: tuple[object, ...], kernel: Any, compiled: Any, given: int, settings: Mapping[str, Any]) -> None:
+    """Keep the kernel that Triton has launched for arguments of a kind.
+
+    Not one whose constants are among the arguments or have defaults, since the kind has only those that are given by name.
+    """
+    rest = kernel.arg_names[given:]
+    if (
+        kernel.pre_run_hooks
+        or any(each.is_constexpr for each in kernel.params[:given])
+        or not set(rest) <= settings.keys()
+    ):
+        return
+    if len(_compiled) >= _MOST_COMPILED:
+        _compiled.clear()
+    constants = tuple(settings[name] for name in rest)
+    _compiled[key] = _Compiled(kernel, compiled.run, compiled.function, compiled.packed_metadata, constants)
+
+
+def cdiv(size: int, block: int) -> int:
+    """Return the number of blocks that cover a size. Triton's own, which kernels can call too, takes the host 10 times as long."""
+    return -(-size // block)
 
 
 @functools.cache

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from meshfold.kernels import activations as plain
-from meshfold.kernels._triton import launch, programs, tile
+from meshfold.kernels._triton import cdiv, launch, programs, tile
 from meshfold.kernels.activations import Activation
 from meshfold.kernels.fp8_casts_triton import cast_rows, converts, magnitude, rounded, row_scale, scale_inverse
 from meshfold.kernels.inputs import contiguous_like
@@ -265,7 +265,7 @@ def gated(gate: Tensor, up: Tensor, kind: Activation = "silu") -> Tensor:
     high, wide, warps = tile(columns, widest=_WIDEST_BLOCK)
     launch(
         _gated,
-        (triton.cdiv(rows, high), triton.cdiv(columns, wide)),
+        (cdiv(rows, high), cdiv(columns, wide)),
         gate,
         gate,
         up,
@@ -306,7 +306,7 @@ def gated_gradients(
     high, wide, warps = tile(columns, widest=_WIDEST_BLOCK)
     launch(
         _gated_gradients,
-        (triton.cdiv(rows, high), triton.cdiv(columns, wide)),
+        (cdiv(rows, high), cdiv(columns, wide)),
         gate,
         dy,
         gate,
@@ -333,7 +333,7 @@ def weighted_gated(gate: Tensor, up: Tensor, weights: Tensor, filled: Tensor | N
     high, wide, warps = tile(columns, widest=_WIDEST_BLOCK)
     launch(
         _weighted,
-        (triton.cdiv(rows, high), triton.cdiv(columns, wide)),
+        (cdiv(rows, high), cdiv(columns, wide)),
         gate,
         gate,
         up,
@@ -360,7 +360,7 @@ def weighted_gradients(
     high, wide, warps = tile(columns, widest=_WIDEST_BLOCK)
     launch(
         _weighted_gradients,
-        (triton.cdiv(rows, high),),
+        (cdiv(rows, high),),
         gate,
         dy,
         gate,
@@ -391,7 +391,7 @@ def gelu(x: Tensor, bias: Tensor | None, tanh: bool) -> Tensor:
     high, wide, warps = tile(columns, widest=_WIDEST_BLOCK)
     launch(
         _gelu,
-        (triton.cdiv(rows, high), triton.cdiv(columns, wide)),
+        (cdiv(rows, high), cdiv(columns, wide)),
         x,
         x,
         x if bias is None else bias,
@@ -412,8 +412,8 @@ def gelu_gradients(dy: Tensor, x: Tensor, bias: Tensor | None, tanh: bool) -> tu
     rows, columns = x.shape
     dx = contiguous_like(x)
     high, wide, warps = tile(columns, widest=256)
-    across = triton.cdiv(columns, wide)
-    down = triton.cdiv(rows, high)
+    across = cdiv(columns, wide)
+    down = cdiv(rows, high)
     if bias is not None:
         down = min(down, max(1, programs(down * across, x, 8) // max(across, 1)))
     dbias = None if bias is None else torch.empty((down, columns), dtype=torch.float32, device=x.device)

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from meshfold.kernels._triton import launch, programs
+from meshfold.kernels._triton import cdiv, launch, programs
 from meshfold.kernels.cross_entropy import Terms
 
 _WIDEST_BLOCK = 4096
@@ -300,7 +300,7 @@ def gradient(
     row_max = row_max.contiguous()
     launch(
         _gradient,
-        (rows, triton.cdiv(columns, wide)),
+        (rows, cdiv(columns, wide)),
         logits,
         logits,
         row_max,
@@ -331,7 +331,7 @@ def write_losses_and_gradient(logits: Tensor, labels: Tensor, share: Tensor, ter
     rows, columns = logits.shape
     losses = torch.empty(rows, dtype=torch.float32, device=logits.device)
     vector, row_bytes = 16 // logits.element_size(), columns * logits.element_size()
-    lanes = min(2048, max(128, triton.next_power_of_2(triton.cdiv(columns, vector))))
+    lanes = min(2048, max(128, triton.next_power_of_2(cdiv(columns, vector))))
     launch(
         _losses_and_gradient,
         (programs(rows, logits, 1 if row_bytes > _LONG_ROW else 2),),
@@ -365,7 +365,7 @@ def _spread(terms: Terms) -> float:
 def multiply_(x: Tensor, factor: Tensor) -> None:
     launch(
         _multiply,
-        (programs(triton.cdiv(x.numel(), 4096), x, 8),),
+        (programs(cdiv(x.numel(), 4096), x, 8),),
         x,
         x,
         factor,

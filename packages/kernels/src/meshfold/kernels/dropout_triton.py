@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from meshfold.kernels._triton import bits_at, launch, tile
+from meshfold.kernels._triton import bits_at, cdiv, launch, tile
 from meshfold.kernels.inputs import contiguous_like
 
 
@@ -62,7 +62,7 @@ def drop(
     high, wide, warps = tile(columns, elements=1024, widest=1024)
     launch(
         _dropout,
-        (triton.cdiv(count, high), triton.cdiv(columns, wide)),
+        (cdiv(count, high), cdiv(columns, wide)),
         x,
         x,
         y,

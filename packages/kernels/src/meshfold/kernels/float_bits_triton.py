@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from meshfold.kernels._triton import bits_at, launch
+from meshfold.kernels._triton import bits_at, cdiv, launch
 
 _TILE = 1024
 
@@ -127,10 +127,10 @@ def raw(x: Tensor) -> Tensor:
 
 
 def split_into(x: Tensor, hi: Tensor, lo: Tensor) -> None:
-    grid = (triton.cdiv(x.numel(), _TILE),)
+    grid = (cdiv(x.numel(), _TILE),)
     launch(_split, grid, x, x, raw(hi), lo, x.numel(), TILE=_TILE, num_warps=4)
 
 
 def join_into(hi: Tensor, lo: Tensor, x: Tensor) -> None:
-    grid = (triton.cdiv(x.numel(), _TILE),)
+    grid = (cdiv(x.numel(), _TILE),)
     launch(_join, grid, x, raw(hi), lo, x, x.numel(), TILE=_TILE, num_warps=4)

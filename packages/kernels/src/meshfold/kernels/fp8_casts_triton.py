@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from meshfold.kernels import fp8_casts as plain
-from meshfold.kernels._triton import launch
+from meshfold.kernels._triton import cdiv, launch
 from meshfold.kernels.fp8_casts import Cast
 
 _COLUMNS = 4096  # at a time of a row
@@ -259,9 +259,9 @@ def largest_magnitudes(x: Tensor, both: bool) -> Tensor:
     amax = torch.zeros(columns + rows if both else columns, dtype=torch.int32, device=x.device)
     parts = max(1, min(_MOST_PARTS, rows // _PART_ROWS))
     high, wide = _AMAX_TILE
-    grid = (triton.cdiv(columns, wide), parts)
+    grid = (cdiv(columns, wide), parts)
     sizes = (rows, columns, x.stride(0))
-    launch(_amax, grid, x, x, amax, *sizes, triton.cdiv(rows, parts), BOTH=both, HIGH=high, WIDE=wide, num_warps=4)
+    launch(_amax, grid, x, x, amax, *sizes, cdiv(rows, parts), BOTH=both, HIGH=high, WIDE=wide, num_warps=4)
     return amax.view(torch.float32)
 
 
@@ -274,7 +274,7 @@ def cast_turned(x: Tensor, amax: Tensor, both: bool) -> tuple[Cast, Cast]:
     inverse = torch.empty(kept, 1, dtype=torch.float32, device=x.device)
     turned = torch.empty(columns, rows, dtype=torch.uint8, device=x.device)
     turned_inverse = torch.empty(columns, 1, dtype=torch.float32, device=x.device)
-    grid = (triton.cdiv(rows, _TALL), triton.cdiv(columns, _TILE))
+    grid = (cdiv(rows, _TALL), cdiv(columns, _TILE))
     fours = rows % 4 == 0
     settings = dict(BOTH=both, FOURS=fours, HIGH=_TALL, WIDE=_TILE, CONVERTS=converts(x), num_warps=8)
     to = turned.view(torch.int32) if fours else turned
@@ -286,7 +286,7 @@ def cast_turned(x: Tensor, amax: Tensor, both: bool) -> tuple[Cast, Cast]:
 def cast_scaled(x: Tensor, scale: Tensor, out: Tensor, along: Literal["rows", "columns", "none"]) -> None:
     rows, columns = x.shape
     wide = min(_COLUMNS, triton.next_power_of_2(columns))
-    grid = (rows, triton.cdiv(columns, wide))
+    grid = (rows, cdiv(columns, wide))
     settings = dict(ALONG=along, COLUMNS=wide, CONVERTS=converts(x), num_warps=4)
     launch(_scaled, grid, x, x, scale, out.view(torch.uint8), columns, **settings)
 
@@ -296,7 +296,7 @@ def turn(values: Tensor, inverse: Tensor) -> Tensor:
         return plain.turn(values, inverse)
     rows, columns = values.shape
     turned = torch.empty(columns, rows, dtype=torch.uint8, device=values.device)
-    grid = (triton.cdiv(rows, _TILE), triton.cdiv(columns, _TILE))
+    grid = (cdiv(rows, _TILE), cdiv(columns, _TILE))
     launch(
         _turn, grid, values, values.view(torch.uint8), turned, rows, columns, values.stride(0), TILE=_TILE, num_warps=4
     )

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from meshfold.kernels._triton import launch
+from meshfold.kernels._triton import cdiv, launch
 from meshfold.kernels.float_bits_triton import bits, from_bfloat16, raw, to_bfloat16
 from meshfold.kernels.grad_pass import LANES, LARGEST, SQUARES, touched
 
@@ -107,7 +107,7 @@ def write(source: Tensor, out: Tensor, add: bool) -> None:
     n = source.numel()
     launch(
         _write,
-        (triton.cdiv(n, _TILE),),
+        (cdiv(n, _TILE),),
         source,
         raw(source),
         raw(out),

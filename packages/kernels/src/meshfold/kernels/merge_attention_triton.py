@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from meshfold.kernels import merge_attention as plain
-from meshfold.kernels._triton import launch, tile
+from meshfold.kernels._triton import cdiv, launch, tile
 
 
 @triton.jit(do_not_specialize=["length", "rows"])
@@ -75,7 +75,7 @@ def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
     rows = b * s * heads
     launch(
         _merge,
-        (triton.cdiv(rows, high),),
+        (cdiv(rows, high),),
         out,
         out,
         lse,

@@ -207,6 +207,7 @@ def _backward(ctx: Any, dy: Tensor, added: Tensor | None) -> tuple[Tensor, Tenso
         x.shape[-1],
         None if added is None else as_rows(added),
         ctx.bias_dtype is not None,
+        ctx.bias_dtype if weight is None else weight.dtype,
     )
     return (
         dx.reshape(x.shape),
@@ -283,10 +284,12 @@ def gradients(
     hidden: int,
     added: Tensor | None,
     with_bias: bool,
+    dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return dx (plus ``added``), dweight and dbias. With ``sums`` None the rows are whole, and their sums are found here.
 
-    The dtype of dx is that of x; dweight is None without a weight, dbias without ``with_bias``.
+    The dtype of dx is that of x; dweight is None without a weight, dbias without ``with_bias``. Both are float32 (float64),
+    or already rounded to ``dtype``.
     """
     # torch computes no gradient for a bias without a weight.
     as_torch = mean is not None and sums is None and (weight is not None or not with_bias)

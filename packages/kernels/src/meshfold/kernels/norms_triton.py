@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from meshfold.kernels import norms as plain
-from meshfold.kernels._triton import launch, programs, tile
+from meshfold.kernels._triton import cdiv, launch, programs, tile
 from meshfold.kernels.fp8_casts_triton import converts, magnitude, rounded, row_scale, scale_inverse
 from meshfold.kernels.inputs import contiguous_like
 
@@ -169,8 +169,7 @@ def _gradients(
     sums,
     added,
     dx,
-    dweight,
-    dbias,
+    parts,
     rows,
     hidden,
     width,
@@ -229,11 +228,26 @@ def _gradients(
         if HAS_ADDED:
             value += _load_rows(added, row, added_stride, column, mask)
         _store_rows(dx, row, hidden, column, mask, value)
-    partial = tl.program_id(0).to(tl.int64) * hidden + column
+    part = tl.program_id(0).to(tl.int64) * hidden + column
     if HAS_WEIGHT:
-        tl.store(dweight + partial, weight_sum, mask=in_columns)
+        tl.store(parts + part, weight_sum, mask=in_columns)
+        part += tl.num_programs(0).to(tl.int64) * hidden
     if HAS_BIAS:
-        tl.store(dbias + partial, bias_sum, mask=in_columns)
+        tl.store(parts + part, bias_sum, mask=in_columns)
+
+
+@triton.jit(do_not_specialize=["count"])
+def _sum_parts(parts, found, count, hidden, HIGH: tl.constexpr, WIDE: tl.constexpr):
+    column = tl.program_id(0) * WIDE + tl.arange(0, WIDE)
+    in_columns = column < hidden
+    vector = tl.program_id(1)
+    first = vector.to(tl.int64) * count
+    total = tl.zeros((HIGH, WIDE), tl.float32)
+    for start in range(0, count, HIGH):
+        row = start + tl.arange(0, HIGH)
+        mask = (row < count)[:, None] & in_columns[None, :]
+        total += _load_rows(parts, first + row, hidden, column, mask)
+    tl.store(found + vector * hidden + column, tl.sum(total, axis=0).to(found.dtype.element_ty), mask=in_columns)
 
 
 def row_sums(x: Tensor, mean: Tensor | None, square: bool) -> Tensor:
@@ -244,7 +258,7 @@ def row_sums(x: Tensor, mean: Tensor | None, square: bool) -> Tensor:
     high, wide, warps = tile(hidden)
     launch(
         _row_sums,
-        (triton.cdiv(rows, high),),
+        (cdiv(rows, high),),
         x,
         x,
         sums if mean is None else mean,
@@ -316,7 +330,7 @@ def _run_normalise(
     # Unused arguments must still be valid pointers.
     launch(
         _normalise,
-        (triton.cdiv(rows, high),),
+        (cdiv(rows, high),),
         x,
         x,
         other,
@@ -354,7 +368,7 @@ def gradient_sums(dy: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor | N
     high, wide, warps = tile(hidden)
     launch(
         _gradient_sums,
-        (triton.cdiv(rows, high),),
+        (cdiv(rows, high),),
         x,
         dy,
         x,
@@ -385,15 +399,16 @@ def gradients(
     hidden: int,
     added: Tensor | None,
     with_bias: bool,
+    dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     rows, columns = x.shape
     if columns > _WIDEST or x.dtype is torch.float64:
-        return plain.gradients(dy, x, weight, mean, rstd, sums, hidden, added, with_bias)
+        return plain.gradients(dy, x, weight, mean, rstd, sums, hidden, added, with_bias, dtype)
     dx = contiguous_like(x)
     high, wide, warps = tile(columns)
-    count = programs(triton.cdiv(rows, high), x)
-    dweight = None if weight is None else torch.empty((count, columns), dtype=torch.float32, device=x.device)
-    dbias = torch.empty((count, columns), dtype=torch.float32, device=x.device) if with_bias else None
+    count = programs(cdiv(rows, high), x)
+    vectors = (weight is not None) + with_bias
+    parts = torch.empty((vectors, count, columns), dtype=torch.float32, device=x.device) if vectors else rstd
     launch(
         _gradients,
         (count,),
@@ -406,8 +421,7 @@ def gradients(
         rstd if sums is None else sums,
         x if added is None else added,
         dx,
-        rstd if dweight is None else dweight,
-        rstd if dbias is None else dbias,
+        parts,
         rows,
         columns,
         hidden,
@@ -423,4 +437,11 @@ def gradients(
         COLUMNS=wide,
         num_warps=warps,
     )
-    return dx, None if dweight is None else dweight.sum(0), None if dbias is None else dbias.sum(0)
+    if not vectors:
+        return dx, None, None
+    found = torch.empty((vectors, columns), dtype=dtype or torch.float32, device=x.device)
+    launch(_sum_parts, (cdiv(columns, 32), vectors), x, parts, found, count, columns, HIGH=128, WIDE=32, num_warps=8)
+    dweight, *rest = found.unbind()
+    if weight is None:
+        return dx, None, dweight
+    return dx, dweight, rest[0] if rest else None

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from meshfold.kernels._triton import launch, programs
+from meshfold.kernels._triton import cdiv, launch, programs
 from meshfold.kernels.pair_attention import attend as plain_attend
 from meshfold.kernels.pair_attention import gradients as plain_gradients
 
@@ -362,7 +362,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, key_bias: Tenso
     settings = _settings(q, bias, key_bias, 128)
     launch(
         _attend,
-        (triton.cdiv(queries, settings["M"]) * b * r * h,),
+        (cdiv(queries, settings["M"]) * b * r * h,),
         q,
         q,
         k,
@@ -407,7 +407,7 @@ def gradients(
     masks, scale = _masks(bias, key_bias, q), _LOG2_E / math.sqrt(d)
     strides = (*q_strides, *k_strides, *v_strides)
     settings = _settings(q, bias, key_bias, 64)
-    high, wide = triton.cdiv(queries, settings["M"]), triton.cdiv(keys, settings["N"])
+    high, wide = cdiv(queries, settings["M"]), cdiv(keys, settings["N"])
     sizes = (b * r, r, h, queries, keys, d)
     launch(_dq, (high * b * r * h,), q, q, k, v, *masks, out, lse, dout, delta, dq, scale, *sizes, *strides, **settings)
     launch(_dkv, (wide * b * r * h,), q, q, k, v, *masks, lse, dout, delta, dk, dv, scale, *sizes, *strides, **settings)

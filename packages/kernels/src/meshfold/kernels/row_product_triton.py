@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from meshfold.kernels._triton import launch
+from meshfold.kernels._triton import cdiv, launch
 from meshfold.kernels.row_product import RowWeight
 
 
@@ -272,7 +272,7 @@ def product(
     pairs = [weight if part is None else part for i in (2, 3, 1) for part in (first[i], second[i])]
     launch(
         _product_int4 if four else _product,
-        (triton.cdiv(n, sizes.rows),),
+        (cdiv(n, sizes.rows),),
         x,
         x,
         *codes,

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from meshfold.kernels._triton import launch
+from meshfold.kernels._triton import cdiv, launch
 from meshfold.kernels.float_bits_triton import from_bfloat16, to_bfloat16
 
 _TILE = 4096
@@ -289,7 +289,7 @@ class _Tiles(NamedTuple):
 
 @functools.lru_cache(maxsize=64)
 def _tiles(sizes: tuple[int, ...], device: torch.device) -> _Tiles:
-    counts = torch.tensor([triton.cdiv(size, _TILE) for size in sizes])
+    counts = torch.tensor([cdiv(size, _TILE) for size in sizes])
     begins = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
     owners = torch.repeat_interleave(torch.arange(len(sizes)), counts)
     return _Tiles(

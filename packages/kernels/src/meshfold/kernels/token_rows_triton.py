@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from meshfold.kernels import token_rows as plain
-from meshfold.kernels._triton import launch, tile
+from meshfold.kernels._triton import cdiv, launch, tile
 from meshfold.kernels.inputs import as_rows
 
 _WIDEST = 65536  # columns per program
@@ -110,7 +110,7 @@ def taken(x: Tensor, pairs: Tensor, places: Tensor) -> Tensor:
     high, wide, warps = tile(x.shape[1])
     launch(
         _take,
-        (triton.cdiv(tokens, high),),
+        (cdiv(tokens, high),),
         x,
         x,
         places.contiguous(),
@@ -136,7 +136,7 @@ def summed(rows: Tensor, pairs: Tensor, places: Tensor, weights: Tensor | None) 
     high, wide, warps = tile(rows.shape[1])
     launch(
         _sum,
-        (triton.cdiv(tokens, high),),
+        (cdiv(tokens, high),),
         rows,
         rows,
         places.contiguous(),
@@ -164,7 +164,7 @@ def sum_gradients(dy: Tensor, rows: Tensor, pairs: Tensor, places: Tensor, weigh
     high, wide, warps = tile(rows.shape[1])
     launch(
         _sum_gradients,
-        (triton.cdiv(rows.shape[0], high),),
+        (cdiv(rows.shape[0], high),),
         rows,
         dy,
         rows,

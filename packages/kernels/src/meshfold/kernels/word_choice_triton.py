@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from meshfold.kernels._triton import bits_at, launch
+from meshfold.kernels._triton import bits_at, cdiv, launch
 
 _BLOCK = 2048
 
@@ -71,7 +71,7 @@ def _merge(parts, out, tokens, logprobs, count, CHOOSES: tl.constexpr, N: tl.con
 def launch_parts(logits: Tensor, divisor: Tensor, first: int, states: Tensor | None, draws: Tensor | None) -> Tensor:
     """Run the kernel over some words at a time; arguments as of ``word_parts``. Return ``n b 5``."""
     b, words = logits.shape
-    parts = torch.empty(triton.cdiv(words, _BLOCK), b, 5, dtype=torch.float32, device=logits.device)
+    parts = torch.empty(cdiv(words, _BLOCK), b, 5, dtype=torch.float32, device=logits.device)
     launch(
         _words,
         (b, parts.shape[0]),

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from meshfold.kernels import float_bits as plain
-from meshfold.kernels._triton import launch
+from meshfold.kernels._triton import cdiv, launch
 from meshfold.kernels.adam.update import MOMENTS, PARAMETERS, Scalars
 from meshfold.kernels.float_bits_triton import (
     bits,
@@ -234,7 +234,7 @@ def step_whole(
     copy = p if state.copy is None else state.copy
     launch(
         _elementwise,
-        (triton.cdiv(p.numel(), _TILE),),
+        (cdiv(p.numel(), _TILE),),
         p,
         p,
         p,
@@ -269,7 +269,7 @@ def step_split(
     hi, n = raw(state.hi), grad.numel()
     launch(
         _elementwise,
-        (triton.cdiv(n, _TILE),),
+        (cdiv(n, _TILE),),
         hi,
         hi,
         state.lo,
@@ -304,7 +304,7 @@ def step_quantized(
     s, n, rows = state, grad.numel(), _TILE // plain.QUANTIZED_BLOCK
     launch(
         _quantized,
-        (triton.cdiv(n, _TILE),),
+        (cdiv(n, _TILE),),
         s.hi,
         raw(s.hi),
         s.lo,
