@@ -74,7 +74,7 @@ class PagedForward:
         row_kernels: for a single running sequence on a GPU; None if they are not used.
         sums: over ranks, fused with the norms after them, for few running sequences on GPUs; None if they are not used.
         words: those of this rank, where ranks split them; None if each has the logits of all.
-        short: steps with few tokens run as :mod:`meshfold.inference.short_steps` says; on a GPU, but not in a pipeline.
+        short: steps with few tokens run as :mod:`meshfold.inference.short_steps` says: on a GPU with Triton, but not in a pipeline.
         without: why ``row_kernels``, ``sums``, or ``packets`` of sums are not used, by that name, on a GPU.
     """
 
@@ -113,12 +113,12 @@ class PagedForward:
         self._width, self._most = min(-(-longest // size), pages), most
         self._batches: dict[int, DecodeBatch] = {}
         self._words = 0
-        self.short = device.type == "cuda" and not self._calls.staged
         self._shorts: dict[tuple[int, int], ShortSteps] = {}
         self._graph_memory: Any = None
         self._paged: dict[nn.Module, PagedLayer] = {}
         shapes = self._shapes()
         self.pool = Pool(shapes, pages, size, device, cache)
+        self.short = device.type == "cuda" and not self._calls.staged and self.pool.layer(0).fused
         self._blocks = CompiledBlocks(self.model, self._number, compile) if compile else None
         self._paged = {layer: self.pool.layer(number) for layer, number in self._number.items()} if compile else {}
         alone = self._calls.staged or self._parts.parts > 1

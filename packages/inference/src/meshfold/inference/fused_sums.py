@@ -125,10 +125,21 @@ class OneShot:
         self._peers.append(found)
         self._packets = OneShotMemory(found.addresses, group.index, rows, columns, dtype)
 
-        def compute(x: Tensor, stream: Tensor, gain: Tensor, eps: float, *, slot: int) -> tuple[Tensor, Tensor]:
-            return packet_sum(x, stream, gain, eps, self._packets, slot, tries=PACKET_TRIES)
+        def compute(
+            x: Tensor, stream: Tensor, gain: Tensor, eps: float, *, slot: int, waits: bool = True
+        ) -> tuple[Tensor, Tensor]:
+            tries = PACKET_TRIES if waits else 16  # of the same compiled code
+            return packet_sum(x, stream, gain, eps, self._packets, slot, tries=tries)
 
-        return wrong_sums(compute, group, (1, rows), columns, dtype, device)
+        # Ranks compile at their own pace: each does so, and all meet, before one waits for another's packets.
+        reason = ""
+        try:
+            row = torch.zeros(1, columns, dtype=dtype, device=device)
+            compute(row, row, row[0], 1e-5, slot=one_shot_slot(0), waits=False)
+        except Exception as problem:  # of Triton's compiler
+            reason = _first_line(problem)
+        reason = next(filter(None, all_gather_object(reason, group, device)), "")
+        return reason or wrong_sums(compute, group, (1, rows), columns, dtype, device)
 
 
 def wrong_sums(
@@ -157,6 +168,8 @@ def wrong_sums(
     reason, limit = "", 1e-4 if dtype.itemsize > 2 else 2e-2
     try:
         for call in range(3 * len(rows)):
+            if reason:
+                break  # each further call would wait for peers that have stopped
             shape = (rows[call % len(rows)], columns)
             parts = [drawn(1000 * call + rank, *shape) for rank in range(group.size)]
             stream, gain = drawn(call + 1_000_000, *shape), drawn(call + 2_000_000, columns)
@@ -164,10 +177,14 @@ def wrong_sums(
             for mine, exact in zip(found, sum_add_norm(parts, stream, gain, 1e-5), strict=True):
                 error = float((mine.float() - exact.float()).norm() / exact.float().norm())
                 if not error < limit:
-                    reason = reason or f"sums of {shape[0]} rows differ from their reference by {error:.1%}"
-    except Exception as problem:  # of Triton's compiler
-        reason = (str(problem) or type(problem).__name__).strip().split("\n")[0]
+                    reason = f"sums of {shape[0]} rows differ from their reference by {error:.1%}"
+    except Exception as problem:
+        reason = _first_line(problem)
     return next(filter(None, all_gather_object(reason, group, device)), "")
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error) or type(error).__name__).strip().split("\n")[0]
 
 
 class FusedSums:

@@ -24,8 +24,8 @@ from meshfold.kernels.one_shot import SLOTS, OneShotMemory, one_shot_rows
 
 _MOST_BYTES = 64 * 1024
 _ALIGNED = 256
-PACKET_TRIES = 1 << 26
-"""how often a check reads packets that do not come: about a minute"""
+PACKET_TRIES = 1 << 23
+"""how often a check reads packets that do not come: about ten seconds"""
 
 
 def packet_rows(columns: int, itemsize: int, ranks: int) -> int:
