@@ -14,7 +14,7 @@ from meshfold.kernels import cross_entropy, rms_norm, swiglu
 from meshfold.mesh import ParallelSpec
 from meshfold.mesh.model_io import DryRun, Operator
 from meshfold.models import GPT, GPTConfig, Llama, LlamaConfig
-from meshfold.planner import MACHINES, Estimate, estimate, step_speed, step_times
+from meshfold.planner import MACHINES, Estimate, Machine, estimate, step_speed, step_times
 from meshfold.planner.clock import Phases, Work, attention_share, optimizer_seconds
 from meshfold.planner.efficiency import Launches
 
@@ -163,6 +163,25 @@ def test_launches_are_those_of_a_phase_and_of_our_kernels() -> None:
     others = sum(count for one, count in counter.counts.items() if one.phase == "backward" and not one.ours)
     assert others > 0 and found.launched_backward == 20.0 + 2.0 * others
     assert found.forward > 0 < found.backward
+
+
+def test_products_in_fp8_take_the_rate_of_fp8() -> None:
+    """At rowwise scales the products of a layer's forward are in fp8; a machine without a rate for them takes bf16's."""
+    spec = ParallelSpec.parse({}, 1)
+    sizes = dict(batch_size=8, seq_len=1024, precision="bf16", machine=H200)
+    plain, narrow = (estimate(lambda: Llama(BIG), spec, fp8=fp8, **sizes) for fp8 in (None, "rowwise"))  # type: ignore[arg-type]
+
+    def products(found: Estimate, machine: Machine) -> float:
+        chosen = {one: count for one, count in found.work.operators.items() if one.flop and not one.head_dim}
+        return sum(
+            Work(operators={replace(one, bytes=0): n}).phases(machine, "bf16").device for one, n in chosen.items()
+        )
+
+    assert sum(one.flop * n for one, n in narrow.work.operators.items() if one.fp8) > 0.5 * plain.flops
+    assert not any(one.fp8 for one in plain.work.operators)
+    assert products(narrow, H200) < 0.75 * products(plain, H200)
+    without = replace(H200, flops={name: rate for name, rate in H200.flops.items() if name != "fp8"})
+    assert products(narrow, without) == pytest.approx(products(plain, without), rel=0.02)
 
 
 @given(WORK, st.floats(1.0, 100.0))

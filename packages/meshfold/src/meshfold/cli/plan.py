@@ -160,7 +160,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"{verdict_line(found, speed, machine, fits=not reason)}\n")
         _show(found, took, machine, report=arguments.report)
         if found.fp8:
-            print(f"\n{found.fp8}\ntimes are those of bf16")
+            print(f"\n{found.fp8}\n{_fp8_times(found, machine, arguments.fp8)}")
         if attention is not None:
             print(f"\noverlap='auto': {attention}")
         _note_defaults(arguments, seq_len)
@@ -208,6 +208,13 @@ def _show(found: Estimate, took: Times, machine: Machine, *, report: bool) -> No
     elif found.plan is not None:
         parts.append(f"it fits\n{found.plan}")
     print(*parts, sep="\n\n")
+
+
+def _fp8_times(found: Estimate, machine: Machine, recipe: str) -> str:
+    """Return in words at which rate products in fp8 are planned."""
+    if "fp8" not in machine.flops or recipe.startswith("block") or found.pipeline is not None:
+        return "times are those of bf16"
+    return f"times: products in fp8 at {machine.flops['fp8'] / 1e12:,.4g} TFLOP/s, casts that are not compiled"
 
 
 def _answer(found: Estimate, took: Times, machine: Machine) -> dict[str, Any]:

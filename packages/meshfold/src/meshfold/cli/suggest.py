@@ -43,9 +43,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--seq-len", type=positive, metavar="N", help="tokens of a sequence (default: the model's longest)"
     )
     parser.add_argument("--precision", default="bf16", choices=("fp32", "fp64", "bf16", "fp16"), help="(bf16)")
-    parser.add_argument(
-        "--fp8", choices=FP8_NAMES, help="linear layers in fp8 by this recipe; times are those of bf16 (none)"
-    )
+    parser.add_argument("--fp8", choices=FP8_NAMES, help="linear layers in fp8 by this recipe, as for plan (none)")
     parser.add_argument("--optimizer", default="adamw", choices=OPTIMIZER_NAMES, help="(adamw)")
     parser.add_argument("--no-clip", action="store_true", help="gradients are not clipped, and so none is held")
     parser.add_argument("--gpu-memory", type=byte_size, metavar="SIZE", help="of a device, if not the machine's: 24GiB")

@@ -116,8 +116,10 @@ class Work:
 
     def phases(self, machine: Machine, precision: str) -> Phases:
         """Return its seconds on a machine by phase, of the device and of the host that launches its operators."""
-        reached, flops = machine.efficiency, machine.flops[precision]
-        every, some = reached.matmuls * flops, bool(reached.by_flop.get(precision))
+        reached = machine.efficiency
+        rates = {False: (precision, machine.flops[precision])}  # of operands in fp8 or not
+        rates[True] = ("fp8", machine.flops["fp8"]) if "fp8" in machine.flops else rates[False]
+        every = reached.matmuls * machine.flops[precision]
         moved = reached.elementwise * machine.memory_rate
         spent = {True: 0.0, False: 0.0}  # after the forward, or in it
         launched = {True: 0.0, False: 0.0}
@@ -125,7 +127,8 @@ class Work:
             if operator.head_dim:
                 rate = every * reached.of_attention(operator.head_dim)
             else:
-                rate = flops * reached.of_matmul(precision, operator.flop) if some and operator.flop else every
+                operands, flops = rates[operator.fp8]
+                rate = flops * reached.of_matmul(operands, operator.flop)
             later = operator.phase != FORWARD
             spent[later] += count * max(operator.computed * operator.flop / rate, operator.bytes / moved)
             launched[later] += count * machine.launches.of(operator)

@@ -59,7 +59,7 @@ class Machine:
         memory: bytes of a device.
         memory_rate: bytes a second of a device's memory, reads and writes together.
         host: of the node.
-        flops: floating point operations a second of a large matmul, by precision.
+        flops: floating point operations a second of a large matmul, by precision; ``"fp8"`` where products in fp8 are faster.
         inside: bytes a second that a device sends inside its node, by the ring count of ``meshfold.mesh.recording.comm_log``.
         between: the same between nodes.
         latency: seconds of the smallest collective.
@@ -280,14 +280,14 @@ def _host(
 
 _SHEET = "data sheet: matmuls at 0.7 of the peak, memory and links at 0.75 to 0.9 of theirs; host and disk rough"
 PEAK_TFLOPS: dict[str, dict[str, float]] = {
-    "H200": {"bf16": 989, "fp16": 989, "fp32": 67, "fp64": 67},
-    "H100": {"bf16": 989, "fp16": 989, "fp32": 67, "fp64": 67},
+    "H200": {"bf16": 989, "fp16": 989, "fp32": 67, "fp64": 67, "fp8": 1979},
+    "H100": {"bf16": 989, "fp16": 989, "fp32": 67, "fp64": 67, "fp8": 1979},
     "A100": {"bf16": 312, "fp16": 312, "fp32": 19.5, "fp64": 19.5},
     "V100": {"fp16": 125, "bf16": 15.7, "fp32": 15.7, "fp64": 7.8},
 }
 """TFLOP/s of dense matmuls by GPU and precision, from the data sheets (the H200 has the H100's chip)."""
 _H100, _A100, _V100 = (PEAK_TFLOPS[name] for name in ("H100", "A100", "V100"))
-_H200: dict[str, float] = {"bf16": 787, "fp16": 787, "fp32": 50, "fp64": 50}  # measured
+_H200: dict[str, float] = {"bf16": 787, "fp16": 787, "fp32": 50, "fp64": 50, "fp8": 1550}  # measured
 _HOSTS = {
     # One GPU with 16 cores, measured: copies, triad, direct I/O in blocks of 16 MiB.
     "h200": _host(memory_gib=125, cores=16, pcie=(55.5, 55.4, 101.6), bandwidth=141, disk_tb=0.064, disk=(3.4, 2.3)),

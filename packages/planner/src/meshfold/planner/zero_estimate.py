@@ -199,6 +199,7 @@ def trace_without_values(
         flops=machine.efficiency.matmuls * machine.flops[precision.name],
         bytes_per_second=machine.efficiency.elementwise * machine.memory_rate,
         attention=machine.efficiency.of_attention,
+        fp8_flops=machine.efficiency.matmuls * machine.flops.get("fp8", machine.flops[precision.name]),
     )
     handles = [
         parameter.register_post_accumulate_grad_hook(release_gradient)

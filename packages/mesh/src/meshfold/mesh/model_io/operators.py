@@ -27,6 +27,7 @@ class Operator:
         computed: share of its FLOP that is computed: causal attention skips half of the pairs that are counted.
         phase: in which it runs: :data:`FORWARD`, :data:`BACKWARD`, or :data:`REPEATED`: of a forward that a backward runs again.
         ours: it is one of our kernels, which Python launches.
+        fp8: it multiplies operands in fp8.
     """
 
     flop: int
@@ -35,6 +36,7 @@ class Operator:
     computed: float = 1.0
     phase: str = "forward"
     ours: bool = False
+    fp8: bool = False
 
 
 class OperatorCounter(TorchDispatchMode):
@@ -127,7 +129,8 @@ class OperatorCounter(TorchDispatchMode):
             given = [each for each in args if not isinstance(each, torch.dtype)]
             flop = 0 if formula is None else int(formula(*given, **kwargs, out_val=made))
             if self._inside is None:
-                self.note(Operator(flop, _bytes_of((args, kwargs, made)), phase=self._phase))
+                fp8 = func.overloadpacket is torch.ops.aten._scaled_mm
+                self.note(Operator(flop, _bytes_of((args, kwargs, made)), phase=self._phase, fp8=fp8))
             else:
                 self._inside += self._times * flop
         return made

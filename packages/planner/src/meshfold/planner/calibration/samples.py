@@ -15,6 +15,7 @@ from meshfold.planner.calibration.fits import MatmulSample
 MiB = 2**20
 _MOST_ROWS = 64
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
+DTYPES["fp8"] = torch.float8_e4m3fn
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,10 +101,15 @@ def matmul_samples(device: torch.device, effort: Effort) -> list[MatmulSample]:
     """Measure square matmuls in every precision that the device multiplies, in the three layouts of training."""
     found = []
     for precision, dtype in DTYPES.items():
+        if precision == "fp8" and device.type != "cuda":  # elsewhere no faster than what it is cast to
+            continue
         for side in effort.sides:
             try:
                 seconds = _matmul_seconds(side, dtype, device, effort)
-            except RuntimeError:  # a precision that this device or build lacks, or a side that does not fit
+            except (
+                RuntimeError,
+                NotImplementedError,
+            ):  # a precision that this device or build lacks, or a side that does not fit
                 break
             found.append(MatmulSample(precision=precision, side=side, seconds=seconds))
             if seconds * 8 > effort.longest_s:
@@ -112,7 +118,19 @@ def matmul_samples(device: torch.device, effort: Effort) -> list[MatmulSample]:
 
 
 def _three_matmuls(side: int, dtype: torch.dtype, device: torch.device) -> Callable[[], object]:
-    """Return a call of a linear layer's matmuls: output, gradient of the input, gradient of the weight."""
+    """Return a call of a linear layer's matmuls: output, gradient of the input, gradient of the weight.
+
+    In fp8 all three read operands that lie along the dim that is summed: each is cast in the layout of its product.
+    """
+    if dtype == torch.float8_e4m3fn:
+        a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
+        one = torch.ones((), device=device)
+
+        def run_in_fp8() -> None:
+            for fast in (True, False, False):  # as the engine sums: quickly in forward alone
+                torch._scaled_mm(a, b.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=fast)
+
+        return run_in_fp8
     x, weight, dy = (torch.randn(side, side, device=device).to(dtype) for _ in range(3))
 
     def run() -> None:

@@ -118,7 +118,9 @@ class Search:
             optimizer=given["optimizer"],
             kind=self.machine.kind,
             settings=dict(
-                precision=self.precision,
+                precision=self.precision
+                if given["fp8"] is None
+                else dict(name=self.precision, matmul="fp8", recipe=given["fp8"]),
                 rules=given["rules"],
                 kernels=given["kernels"],
                 clip_grad_norm=1.0 if given["clip"] else None,

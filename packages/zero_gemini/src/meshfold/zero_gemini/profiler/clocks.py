@@ -76,15 +76,22 @@ class OperatorClock(OperatorCounter):
     """
 
     def __init__(
-        self, *, flops: float, bytes_per_second: float, attention: Callable[[int], float] = lambda head_dim: 1.0
+        self,
+        *,
+        flops: float,
+        bytes_per_second: float,
+        attention: Callable[[int], float] = lambda head_dim: 1.0,
+        fp8_flops: float | None = None,
     ) -> None:
         """Args:
         flops: FLOP/s of a large matmul.
         bytes_per_second: of the device's memory, reads and writes together.
         attention: returns the share of a large matmul's rate that attention with heads of this size reaches.
+        fp8_flops: FLOP/s of a large matmul with operands in fp8; None: as of any other.
         """
         super().__init__()
         self._flops, self._rate, self._attention = flops, bytes_per_second, attention
+        self._fp8_flops = flops if fp8_flops is None else fp8_flops
         self._seconds = 0.0
 
     def mark(self) -> float:
@@ -96,7 +103,8 @@ class OperatorClock(OperatorCounter):
     def note(self, operator: Operator) -> None:
         """Count an operator once, and its seconds."""
         super().note(operator)
-        rate = self._flops * (self._attention(operator.head_dim) if operator.head_dim else 1.0)
+        flops = self._fp8_flops if operator.fp8 else self._flops
+        rate = flops * (self._attention(operator.head_dim) if operator.head_dim else 1.0)
         self._seconds += max(operator.computed * operator.flop / rate, operator.bytes / self._rate)
 
 
