@@ -107,7 +107,7 @@ class Chunk:
             self._own = memory.allocate(self._length, dtype, tier, self._name)
             self.shard = self._own.tensor.zero_()
         # A released chunk has no storage; views of it stay.
-        self._views = [part.view(shape) for part, shape in zip(parts_of(spec, self._whole), shapes, strict=True)]
+        self._views = [part.view(shape) for part, shape in zip(parts_of(spec, self._whole)[0], shapes, strict=True)]
         self._nothing = torch.empty(0, dtype=dtype, device=self.device)
         self._step: PendingStep | None = None
         self._all_gathers: list[Pending] = []
@@ -407,16 +407,12 @@ class Chunk:
         return f"chunk of {names[0]} to {names[-1]} ({self.spec.size_elems:,} elements)"
 
 
-def parts_of(spec: ChunkSpec, whole: Tensor) -> list[Tensor]:
-    """Return every parameter's elements in a flat tensor of a whole chunk: views, flat, in order of the slots."""
+def parts_of(spec: ChunkSpec, whole: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+    """Return every parameter's elements in a flat tensor of a whole chunk, in order of the slots, and the padding: flat views."""
     lengths: list[int] = []
-    places: list[int] = []
     end = 0
     for slot in spec.slots:
-        if slot.start_elems > end:
-            lengths.append(slot.start_elems - end)
-        places.append(len(lengths))
-        lengths.append(slot.numel)
+        lengths += [slot.start_elems - end, slot.numel]
         end = slot.start_elems + slot.numel
     pieces = whole.split([*lengths, whole.numel() - end])
-    return [pieces[place] for place in places]
+    return [*pieces[1::2]], [padding for padding in pieces[::2] if padding.numel()]

@@ -35,6 +35,7 @@ class WholeGradient:
         self._chunk, self._name = chunk, name
         self._together: Block | None = None
         self._parts: Sequence[Tensor] = ()  # of ``_together``, by parameter
+        self._padding: Sequence[Tensor] = ()
         self._held: dict[int, Block] = {}
         self._to_copy: dict[int, Tensor] = {}  # gradients that are not in ``_together`` yet
         self._stream = 0  # on which they were made
@@ -63,7 +64,8 @@ class WholeGradient:
             stream = _stream(gradient)
             if self._to_copy and stream != self._stream:
                 self.copy_noted()
-            self._copy_together(dtype)
+            if self._together is None:
+                self._copy_together(dtype)
             self._stream, self._to_copy[place] = stream, gradient
             self.filled.add(place)
             return gradient.nbytes
@@ -106,13 +108,10 @@ class WholeGradient:
     def take(self, dtype: torch.dtype) -> Block:
         """Hand out the whole gradient in one tensor, for the caller to free: zeros where none arrived and in padding."""
         self.copy_noted()
-        whole, end = self._copy_together(dtype), 0
-        for place, slot in enumerate(self._chunk.spec.slots):
-            if place in self.filled:
-                whole.tensor[end : slot.start_elems].zero_()
-                end = slot.start_elems + slot.numel
-        whole.tensor[end:].zero_()
-        self._together, self._parts = None, ()
+        whole = self._copy_together(dtype)
+        if missing := [*self._padding, *(part for at, part in enumerate(self._parts) if at not in self.filled)]:
+            torch._foreach_zero_(missing)
+        self._forget_together()
         self.filled.clear()
         return whole
 
@@ -120,10 +119,13 @@ class WholeGradient:
         """Forget what has arrived."""
         for block in self.blocks:
             block.free()
-        self._together, self._parts = None, ()
+        self._forget_together()
         self._to_copy.clear()
         self._held.clear()
         self.filled.clear()
+
+    def _forget_together(self) -> None:
+        self._together, self._parts, self._padding = None, (), ()
 
     def _part(self, place: int, dtype: torch.dtype) -> Tensor:
         self._copy_together(dtype)
@@ -133,7 +135,7 @@ class WholeGradient:
         """Return the whole chunk's memory, with what was held in it."""
         if self._together is None:
             self._together = self._chunk.memory.allocate(self._chunk.spec.size_elems, dtype, "device", self._name)
-            self._parts = parts_of(self._chunk.spec, self._together.tensor)
+            self._parts, self._padding = parts_of(self._chunk.spec, self._together.tensor)
         for place, held in self._held.items():
             self._parts[place].copy_(held.tensor)
             held.free()
