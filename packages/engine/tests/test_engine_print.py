@@ -68,7 +68,9 @@ def test_ids_that_are_too_large_are_told_beside_the_tables() -> None:
 def test_a_closed_engine_says_so_on_every_rank() -> None:
     engine = Engine(nn.Linear(2, 2), dict(data=2), optimizer="sgd", loss_fn=lambda output, batch: output.mean())
     engine.close()
-    with pytest.raises(TrainingError, match="this engine is closed, and trains no more"):
+    with pytest.raises(
+        TrainingError, match=r"engine.train_step\(...\): this engine is closed\. .* or make another Engine"
+    ):
         engine.train_step((torch.ones(2, 2), torch.ones(2)))
 
 

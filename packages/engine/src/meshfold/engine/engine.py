@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from typing import TYPE_CHECKING, Any
@@ -18,6 +17,7 @@ from meshfold.engine.assembly.build import build
 from meshfold.engine.batches.loader import DataPositions, ShardedLoader
 from meshfold.engine.batches.sharding import shard_batch
 from meshfold.engine.checkpoints.saving import BackgroundSave, Saver
+from meshfold.engine.lifetime import Lifetime, refuse_after_close
 from meshfold.engine.model.pipelined_model import check_own_loop
 from meshfold.engine.moved import integration
 from meshfold.engine.persistence import load_checkpoint, save_checkpoint
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 _DATA_PARALLEL: Mapping[str, object] = {}
 
 
+@refuse_after_close
 class Engine:
     """Trains a model under a parallel spec.
 
@@ -60,6 +61,7 @@ class Engine:
         fused_kernels: the fused kernels in the model, to be printed; None with ``kernels="off"``.
         saver: background saves.
         data_positions: positions of the loaders that checkpoints include.
+        lifetime: what :meth:`close` closes.
     """
 
     @report_errors
@@ -159,7 +161,7 @@ class Engine:
             self.optimizer = built.states.optimizer
             self.saver, self.data_positions = Saver(built.world), DataPositions()
             self.runner = TrainStep(built, asked, self.saver)
-            self._open = opened.pop_all()  # constructed: from now on close() closes them
+            self.lifetime = Lifetime(opened.pop_all(), self.saver, self.runner.gradients)  # close() closes them
 
     # -- training -----------------------------------------------------------------------------------------------
 
@@ -432,16 +434,10 @@ class Engine:
         The model keeps this rank's parameters: all of them, or its shards under ``tensor`` and ``pipeline``. Under ``zero`` stage
         3 the shards are released too: call :meth:`full_state_dict` before.
 
-        Waits for a save in progress; if it failed, all ranks raise its error.
+        Waits for a save in progress; if it failed, all ranks raise its error. May be called twice. Other methods, except
+        :meth:`print`, raise a TrainingError afterwards; attributes can still be read.
         """
-        try:
-            if sys.exc_info()[0] is None:
-                self.saver.finish()
-            else:  # the other ranks may not get here
-                self.saver.abandon()
-        finally:
-            self.runner.gradients.close()
-            self._open.close()
+        self.lifetime.end()
 
     def __enter__(self) -> Engine:
         return self
