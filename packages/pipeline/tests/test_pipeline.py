@@ -486,7 +486,7 @@ class Reads(nn.Module):
 @ranks(2)
 def test_what_does_not_travel_is_refused_and_travels_as_an_argument() -> None:
     mesh = Mesh({"pipe": 2})
-    with pytest.raises(LayoutError, match=r"between the blocks of blocks, at block 2 .* is not there"):
+    with pytest.raises(LayoutError, match=r"between the blocks of blocks, at block 2 .* is missing there"):
         Pipeline(Residual(again=False), mesh, microbatches=1)
     # One whose end cannot be run on the example is found out when a stage first runs.
     pipeline = Pipeline(Residual(again=False, picky=True), mesh, microbatches=1)
