@@ -15,7 +15,7 @@ from meshfold.engine.states.accumulation import Accumulation
 
 
 class Lifetime:
-    """What an engine has opened, until its end.
+    """All that an engine has opened, until its end.
 
     Attributes:
         is_over: the engine is closed.
