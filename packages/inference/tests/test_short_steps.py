@@ -12,7 +12,7 @@ from meshfold.inference import Generator, Rollouts, Sampling
 from meshfold.inference.batch import RowParts
 from meshfold.inference.forward import PagedForward
 from meshfold.inference.schedule import Request, Span, Step
-from meshfold.inference.short_steps import ShortSteps, short_rows
+from meshfold.inference.short_steps import GraphMemory, ShortSteps, short_rows
 
 GREEDY = Sampling(temperature=0.0, max_new_tokens=6)
 
@@ -57,7 +57,7 @@ def test_the_second_step_of_a_shape_is_captured_and_later_ones_replay_it(monkeyp
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     monkeypatch.setattr(torch.cuda, "graph", Captured)
     parts = RowParts(0, 1, 1)
-    steps = ShortSteps(16, 8, 4, 4, 9, torch.device("cpu"), parts=parts, pool="memory")
+    steps = ShortSteps(16, 8, 4, 4, 9, torch.device("cpu"), parts=parts, memory=GraphMemory("memory"))
     request = Request(0, tuple(range(1, 8)), GREEDY, pages=[5, 2])
 
     def logits(ids: Any, positions: Any, rows: Any, last: Any) -> Any:
@@ -81,7 +81,7 @@ def test_a_model_that_cannot_be_captured_keeps_running(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
     monkeypatch.setattr(torch.cuda, "graph", refuse)
-    steps = ShortSteps(16, 8, 4, 4, 9, torch.device("cpu"), parts=RowParts(0, 1, 1), pool="memory")
+    steps = ShortSteps(16, 8, 4, 4, 9, torch.device("cpu"), parts=RowParts(0, 1, 1), memory=GraphMemory("memory"))
     request = Request(0, (1, 2), GREEDY, pages=[0])
     steps.load(Step((), (Span(request, 0, 2),)))
     assert steps.run(lambda *given: torch.zeros(8, 3)).shape == (8, 3)

@@ -26,7 +26,7 @@ from meshfold.inference.routing import head_of, routed, unrouted_reason
 from meshfold.inference.row_kernels import RowKernels
 from meshfold.inference.sampling import Sampling, sample, sampling_rows
 from meshfold.inference.schedule import Request, Span, Step
-from meshfold.inference.short_steps import ShortSteps, short_rows
+from meshfold.inference.short_steps import GraphMemory, ShortSteps, short_rows
 from meshfold.inference.split_words import SplitWords, split_words
 from meshfold.mesh import SpecError
 from meshfold.mesh.collectives import all_gather_object
@@ -114,7 +114,7 @@ class PagedForward:
         self._batches: dict[int, DecodeBatch] = {}
         self._words = 0
         self._shorts: dict[tuple[int, int], ShortSteps] = {}
-        self._graph_memory: Any = None
+        self._graph_memory = GraphMemory.on(device)
         self._paged: dict[nn.Module, PagedLayer] = {}
         shapes = self._shapes()
         self.pool = Pool(shapes, pages, size, device, cache)
@@ -227,10 +227,8 @@ class PagedForward:
         batch = self._shorts.get((rows, samples))
         each = self._parts.each(rows)
         if batch is None:
-            if self.device.type == "cuda" and self._graph_memory is None:
-                self._graph_memory = torch.cuda.graph_pool_handle()
             where = (self._width, self.pool.size, self.pool.spare, self.device)
-            batch = ShortSteps(each, samples, *where, parts=self._parts, pool=self._graph_memory)
+            batch = ShortSteps(each, samples, *where, parts=self._parts, memory=self._graph_memory)
             self._shorts[rows, samples] = batch
         batch.load(step)
         if batch.captured:

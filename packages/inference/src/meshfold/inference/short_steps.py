@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -41,6 +42,22 @@ def short_rows(spans: Sequence[Span], longest: int) -> tuple[int, int] | None:
     return rows, samples
 
 
+@dataclass
+class GraphMemory:
+    """Memory that graphs share, of one model.
+
+    Attributes:
+        handle: of torch; None: no graphs, on another device or after one could not be captured.
+    """
+
+    handle: Any = None
+
+    @classmethod
+    def on(cls, device: torch.device) -> GraphMemory:
+        """Return memory for graphs on a device."""
+        return cls(torch.cuda.graph_pool_handle() if device.type == "cuda" else None)
+
+
 class ShortSteps:
     """Buffers of steps with so many rows, and the graph over them."""
 
@@ -54,7 +71,7 @@ class ShortSteps:
         device: torch.device,
         *,
         parts: RowParts,
-        pool: Any = None,
+        memory: GraphMemory,
     ) -> None:
         """Args:
         each: rows of a part.
@@ -64,7 +81,7 @@ class ShortSteps:
         spare: the page for rows that fill up.
         device: of the buffers.
         parts: how ranks share rows.
-        pool: of memory that graphs share; None: no graphs.
+        memory: of the graph.
         """
         self._each, self._width, self._size, self._spare, self._parts = each, width, size, spare, parts
         self._mine, rows = parts.mine(each * parts.parts), each * parts.parts
@@ -76,7 +93,7 @@ class ShortSteps:
         ids, positions, page, offset = self._numbers
         mine = self._mine
         self._given = (ids, positions, Rows(page[mine], offset[mine], positions[mine], tables, together=True))
-        self._pool, self._uses = pool, 0
+        self._memory, self._uses = memory, 0
         self._graph: torch.cuda.CUDAGraph | None = None
         self._found: Tensor | None = None
 
@@ -108,7 +125,7 @@ class ShortSteps:
     def run(self, logits: Logits | None) -> Tensor:
         """Return logits ``samples v`` of what was loaded, which the next step overwrites; ``logits``: None if there is a graph."""
         self._uses += 1
-        if self._graph is None and logits is not None and self._pool is not None and self._uses == 2:
+        if self._graph is None and logits is not None and self._memory.handle is not None and self._uses > 1:
             self._capture(logits)
         if self._graph is not None and self._found is not None:
             self._graph.replay()
@@ -121,11 +138,11 @@ class ShortSteps:
         graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.graph(
-                graph, pool=self._pool, capture_error_mode="thread_local"
+                graph, pool=self._memory.handle, capture_error_mode="thread_local"
             ):  # other threads watch ranks
                 self._found = logits(*self._given, self._last)
         except RuntimeError as error:
-            self._pool = None
+            self._memory.handle = None
             reason = (str(error) or type(error).__name__).split("\n")[0]
             warnings.warn(f"no CUDA graph of a short step, which is slower: {reason}", stacklevel=2)
             return
