@@ -123,6 +123,29 @@ def test_esmfold_2_folds_a_complex(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "1/1 sequence: pass 1 of 1\n" in capsys.readouterr().err
 
 
+def test_a_folder_of_esmfold_2_is_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    esmfold2().save_pretrained(tmp_path / "model")
+    given = ["plan", "--hf", str(tmp_path / "model"), "--residues", "16,24", "--gpus", "1,2", "--gpu-memory"]
+    assert main([*given, "1GiB", "--precision", "fp32", "--json"]) == 0
+    options = json.loads(capsys.readouterr().out)["options"]
+    assert [one["residues"] for one in options] == [16, 16, 24, 24] and all(one["fits"] for one in options)
+    assert options[0]["bytes"] > options[1]["bytes"] > 16 * 16 * 7 * 8 * 4  # seven pair tensors are whole
+
+
+@pytest.mark.slow
+def test_esmfold_2_keeps_to_its_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    esmfold2().save_pretrained(tmp_path / "model")
+    given = ["fold", "--model", str(tmp_path / "model"), "--recycles", "0", "--sequence", 4 * "ACDEFGH", "--output"]
+    assert main([*given, str(tmp_path / "whole"), "--memory", "1GiB"]) == 0
+    told = capsys.readouterr().err
+    assert "; the trunk takes" in told and ", no chunks" in told
+    taken = float(told.partition("the trunk takes ")[2].split()[0])  # in KiB
+    assert main([*given, str(tmp_path / "lean"), "--memory", f"{int(taken) - 20}KiB"]) == 0
+    assert ", chunks of " in capsys.readouterr().err
+    whole, lean = ((tmp_path / name / "sequence.pdb").read_text() for name in ("whole", "lean"))
+    assert numbers(whole) == coordinates(lean)
+
+
 def test_what_cannot_be_folded_is_said(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     bare, other = tmp_path / "bare", tmp_path / "other"
     for place, config in (

@@ -236,11 +236,12 @@ def pair_parts_results(model: nn.Module, dtype: torch.dtype, residues: int = 7) 
     return {name: x.detach().clone() for name, x in found.items() if x is not None}
 
 
-def check_esmfold2(mode: str, axes: dict[str, int], residues: int = 7) -> None:
+def check_esmfold2(mode: str, axes: dict[str, int], residues: int = 7, memory: MemorySettings | None = None) -> None:
     """Raise unless pairs and every gradient of the split parts equal those of one rank to 1e-9, in float64."""
     whole = adopt_models(PairParts()).double()
     split = copy.deepcopy(whole)
-    parallelize_folding(split, Mesh(axes), mode)
+    mesh = Mesh(axes) if max(axes.values()) > 1 else Mesh(axes, rank=0)
+    parallelize_folding(split, mesh, mode, memory=memory or MemorySettings())
     wanted, got = (pair_parts_results(model, torch.float64, residues) for model in (whole, split))
     wrong = differences(wanted, got, 1e-9)
     assert not wrong, f"{len(wrong)} of {len(wanted)} differ:\n" + "\n".join(wrong)

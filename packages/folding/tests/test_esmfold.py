@@ -153,7 +153,7 @@ def test_recorded_equals_planned() -> None:
 
 
 def test_what_cannot_be_done_is_refused() -> None:
-    with pytest.raises(LayoutError, match="memory='1GiB': ESMFold 2 has no plan of memory yet"):
+    with pytest.raises(LayoutError, match="memory='1GiB': the MSA encoder of ESMFold 2 has no plan"):
         parallelize_folding(PairParts(), Mesh({"axial": 1}, rank=0), memory="1GiB")
     model = esmfold()
     with pytest.raises(

@@ -9,9 +9,17 @@ import torch
 from esm_models import PairParts, check_esmfold2, differences, esmfold2, pair_parts_results
 from torch import Tensor, nn
 
-from meshfold.folding import adopt_models, folding_cost, parallelize_folding, sum_gradients
+from meshfold.folding import (
+    MemorySettings,
+    adopt_models,
+    folding_cost,
+    parallelize_folding,
+    plan_memory,
+    sum_gradients,
+)
+from meshfold.folding.esmfold2 import PairUpdateStack
 from meshfold.mesh import Mesh, record
-from meshfold.mesh.testing import fake_world, ranks
+from meshfold.mesh.testing import fake_world, ranks, tensor_memory
 
 
 def test_parts_equal_transformers_and_parameters_stay() -> None:
@@ -42,6 +50,46 @@ def test_a_prediction_on_2_ranks_equals_transformers() -> None:
     wanted, got = predict(theirs), predict(ours)
     assert not differences(wanted, got, 1e-4)
     assert wanted["sample_atom_coords"].abs().max() > 1
+
+
+@pytest.mark.parametrize("recompute", ["updates", "both"])
+def test_chunks_change_nothing(recompute: str) -> None:
+    check_esmfold2("dap", {"axial": 1}, memory=MemorySettings(chunk_bytes=900, recompute=recompute))
+
+
+@pytest.mark.slow
+@ranks(4)
+def test_chunks_on_a_grid_change_nothing() -> None:
+    check_esmfold2("grid", {"row": 2, "col": 2}, memory=MemorySettings(chunk_bytes=900, recompute="both"))
+
+
+@torch.no_grad()
+def test_pairs_in_chunks_and_in_place_are_those_of_whole_updates() -> None:
+    torch.manual_seed(0)
+    stack = PairUpdateStack(2, 8, 12, chunk_size=3).double()
+    z = torch.randn(2, 7, 7, 8, dtype=torch.float64)
+    kept, mask = z.clone(), (torch.rand(2, 7, 7) > 0.2).double()
+    with torch.enable_grad():
+        wanted = stack(z, mask).detach()
+    for chunk in (None, 900):
+        parallelize_folding(stack, Mesh({"axial": 1}, rank=0), memory=MemorySettings(chunk_bytes=chunk))
+        torch.testing.assert_close(stack(z, mask), wanted, rtol=1e-12, atol=1e-12)
+    assert torch.equal(z, kept)
+
+
+def test_a_limit_chooses_the_chunks_of_pair_updates() -> None:
+    stack = PairUpdateStack(2, 8, 12, chunk_size=None).eval()
+    whole, least = (
+        plan_memory(stack, residues=32, training=False, dtype=torch.float32, kernels=False, limit=limit)
+        for limit in (None, "300KiB")
+    )
+    assert whole.settings.chunk_bytes is None and least.settings.chunk_bytes
+    room = (300 << 10) - least.weights
+    parallelize_folding(stack, Mesh({"axial": 1}, rank=0), memory=room)
+    with torch.no_grad(), tensor_memory() as memory:
+        stack(torch.ones(1, 32, 32, 8), torch.ones(1, 32, 32))
+    assert stack.axes.memory == least.settings
+    assert memory.peak < room < whole.bytes - whole.weights
 
 
 @ranks(4)

@@ -18,6 +18,7 @@ from meshfold.folding import (
     plan_memory,
 )
 from meshfold.folding.axial.sizes import Sizes
+from meshfold.folding.esmfold2 import PairUpdateStack
 from meshfold.folding.planning.count import LiveTensors
 from meshfold.folding.planning.plan import candidates, count_memory, leanest
 from meshfold.folding.planning.run import FoldingRun
@@ -71,10 +72,10 @@ def run_of(axes: dict[str, int], mode: str, residues: int, training: bool) -> Fo
 
 
 def check_counted(
-    axes: dict[str, int], mode: str, residues: int, *, training: bool, place: int, blocks: int = 2
+    axes: dict[str, int], mode: str, residues: int, *, training: bool, place: int, stack: Stack | None = None
 ) -> None:
     """Raise unless the count of the candidate at a place of the list is close to its measured peak."""
-    stack = evoformer(blocks).train(training)
+    stack = (stack or evoformer()).train(training)
     run = run_of(axes, mode, residues, training)
     settings = list(candidates(stack, run))[place]
     counted = count_memory(stack, run, settings).peak
@@ -90,6 +91,12 @@ def check_counted(
 @pytest.mark.parametrize(("training", "place"), [(True, 2), pytest.param(False, 1, marks=pytest.mark.slow)])
 def test_counts_are_what_one_process_measures(training: bool, place: int) -> None:
     check_counted({"axial": 1}, "dap", 48, training=training, place=place)
+
+
+@pytest.mark.parametrize(("training", "place"), [(True, 1), (False, 0), (False, 2)])
+def test_counts_of_pair_updates_are_what_one_process_measures(training: bool, place: int) -> None:
+    stack = PairUpdateStack(2, 16, 48, chunk_size=16)
+    check_counted({"axial": 1}, "dap", 48, training=training, place=place, stack=stack)
 
 
 @ranks(2)
@@ -124,7 +131,7 @@ def test_the_tensors_of_the_fullest_moment_add_up_to_it() -> None:
 @pytest.mark.parametrize("residues", [48, 64])
 def test_counts_of_every_candidate(residues: int, training: bool) -> None:
     for place in range(9 if training else 4):
-        check_counted({"axial": 1}, "dap", residues, training=training, place=place, blocks=3)
+        check_counted({"axial": 1}, "dap", residues, training=training, place=place, stack=evoformer(3))
 
 
 @pytest.mark.slow

@@ -29,8 +29,9 @@ from meshfold.folding.planning import (
     longest_chain,
     plan_memory,
 )
-from meshfold.folding.presets import PRESETS, FoldingOutline, find_outline, recycled_bytes
+from meshfold.folding.presets import PAIRS_OF_ESMFOLD2, PRESETS, FoldingOutline, find_outline, recycled_bytes
 from meshfold.folding.primitives import Attention, GlobalAttention, LayerNorm, Linear
+from meshfold.folding.stack import Stack
 from meshfold.folding.template import TemplatePairStack, TemplatePairStackBlock
 from meshfold.folding.traffic import folding_cost
 from meshfold.folding.transitions import SwiGLUTransition, Transition
@@ -42,6 +43,7 @@ from meshfold.folding.triangle import (
 
 __all__ = [
     "AXIAL_MODES",
+    "PAIRS_OF_ESMFOLD2",
     "PRESETS",
     "Attention",
     "AttentionPairBias",
@@ -71,6 +73,7 @@ __all__ = [
     "PairStack",
     "SharedDropout",
     "Sizes",
+    "Stack",
     "StackWork",
     "SwiGLUTransition",
     "TemplatePairStack",

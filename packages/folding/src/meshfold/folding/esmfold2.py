@@ -6,13 +6,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from meshfold.folding import functions
 from meshfold.folding.axial.axes import WHOLE, Axes
-from meshfold.folding.axial.product import EdgeProduct, edge_product
 from meshfold.folding.axial.residues import (
     attend_residues_cost,
     gather_residues,
@@ -21,9 +22,10 @@ from meshfold.folding.axial.residues import (
     send_bias,
 )
 from meshfold.folding.axial.sizes import Sizes, join_cost, split_cost
-from meshfold.folding.memory import own_tensor
+from meshfold.folding.memory import Parts, add_update, own_tensor, run_block, run_parts, some_lines
 from meshfold.folding.primitives import LayerNorm
-from meshfold.folding.triangle import own_pair_mask
+from meshfold.folding.stack import Shapes, Stack
+from meshfold.folding.triangle import EdgeMultiplication
 from meshfold.tensor_parallel import CostEntry
 
 
@@ -62,25 +64,32 @@ class ResidualTransition(nn.Module):
         """Args:
         c: channels.
         c_hidden: channels between the layers.
-        chunk_size: rows at a time; None: all.
+        chunk_size: rows at a time, at most; None: all.
         """
         super().__init__()
         self.norm = WideLayerNorm(c)
         self.mlp = PackedSwiGLU(c, c_hidden)
         self.chunk_size = chunk_size
+        self.axes: Axes = WHOLE
 
-    def forward(self, x: Tensor) -> Tensor:
-        """``b r .. c -> b r .. c``."""
-        parts = x.split(self.chunk_size or max(x.shape[1], 1), 1)
-        return torch.cat([part + self.mlp(self.norm(part)) for part in parts], 1)
+    def forward(self, x: Tensor, in_place: bool = False) -> Tensor:
+        """``b r .. c -> b r .. c``; ``in_place``: change ``x`` and return it; without gradients only."""
+        line = (
+            x[:, :1].numel() // x.shape[-1] * (2 * x.shape[-1] + 4 * self.mlp.down_proj.in_features) * x.element_size()
+        )
+        parts = Parts.of(self.axes.memory, x.shape[1], line)
+        least = -(-x.shape[1] // (self.chunk_size or max(x.shape[1], 1)))
+        parts = replace(parts, count=max(parts.count, least))
+
+        def compute(first: int, size: int) -> Tensor:
+            y: Tensor = self.mlp(self.norm(some_lines(x, 1, first, size)))
+            return y
+
+        return run_parts(parts, compute, 1, x) if in_place else x + run_parts(parts, compute, 1)
 
 
-class PackedTriangleMultiplication(nn.Module):
-    """Triangle multiplicative update whose factors and gates come from one layer.
-
-    Attributes:
-        axes: over which pair tensors are split.
-    """
+class PackedTriangleMultiplication(EdgeMultiplication):
+    """Triangle multiplicative update whose factors and gates come from one layer."""
 
     def __init__(self, c_z: int, *, outgoing: bool) -> None:
         """Args:
@@ -96,24 +105,29 @@ class PackedTriangleMultiplication(nn.Module):
         self.proj_gate = nn.Linear(c_z, c_z, bias=False)
         self.axes: Axes = WHOLE
 
-    def traffic(self, sizes: Sizes) -> list[CostEntry]:
-        """Return every collective of forward and backward."""
-        axes = self.axes if self.outgoing else self.axes.turned
-        width = axes.padded(sizes.residues) // axes.multiple
-        return EdgeProduct(axes).cost(sizes.pair(axes, self.proj_emit.in_features), width)
+    @property
+    def edge_channels(self) -> int:
+        return self.proj_emit.in_features
 
-    def forward(self, z: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Return the update: ``b i j c``, this rank's block; ``mask``: ``b i j``, whole on every rank."""
-        axes = self.axes
-        z = self.norm_start(z)
+    def normalise(self, z: Tensor) -> Tensor:
+        y: Tensor = self.norm_start(z)
+        return y
+
+    def emit(self, x: Tensor) -> Tensor:
+        y: Tensor = self.proj_emit(self.norm_mix(x))
+        return y
+
+    def gate_logits(self, z: Tensor) -> Tensor:
+        y: Tensor = self.proj_gate(z)
+        return y
+
+    def operand_weights(self, channels: slice) -> tuple[Tensor, Tensor | None]:
+        return self.proj_bundle.weight.unflatten(0, (4, -1))[:, channels].flatten(0, 1), None
+
+    def operands(self, z: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
         signal, logits = self.proj_bundle(z).chunk(2, -1)
-        own = own_pair_mask(axes, mask)
-        a, b = functions.gate(signal, logits, None if own is None else own.to(z.dtype)).chunk(2, -1)
-        if self.outgoing:
-            x = edge_product(axes, a, b)
-        else:
-            x = edge_product(axes.turned, b.transpose(1, 2), a.transpose(1, 2)).transpose(1, 2)
-        return functions.gate(self.proj_emit(self.norm_mix(x)), self.proj_gate(z))
+        a, b = functions.gate(signal, logits, None if mask is None else mask.to(z.dtype)).chunk(2, -1)
+        return a, b, None
 
 
 class PairUpdateLayer(nn.Module):
@@ -134,25 +148,36 @@ class PairUpdateLayer(nn.Module):
     def update(self, z: Tensor, mask: Tensor | None = None, in_place: bool = False) -> Tensor:
         """``b i j c -> b i j c``, this rank's block; ``mask``: ``b i j``, whole on every rank.
 
-        ``in_place``: ``z`` may be changed; without gradients only.
+        ``in_place``: change ``z`` and return it; without gradients only.
         """
         for multiply in (self.tri_mul_out, self.tri_mul_in):
-            z = z.add_(multiply(z, mask)) if in_place else z + multiply(z, mask)
-        y: Tensor = self.pair_transition(z)
+            z = add_update(z, multiply, z, mask, in_place=in_place)
+        y: Tensor = self.pair_transition(z, in_place)
         return y
 
-    forward = update
+    def forward(self, z: Tensor, mask: Tensor | None = None, in_place: bool = False) -> Tensor:
+        """Return :meth:`update`, which backward computes again if the settings of memory say so."""
+        y: Tensor = run_block(self.axes.memory, self.update, z, mask, in_place)
+        return y
 
 
-class PairUpdateStack(nn.Module):
+class PairUpdateStack(Stack):
     """Pair updates of whole tensors: each rank takes its block before them, and all ranks gather the result."""
 
-    def __init__(self, layers: int, c_z: int, c_transition: int, chunk_size: int | None) -> None:
-        """``layers``: their number; the rest as for :class:`PairUpdateLayer`."""
-        super().__init__()
+    def __init__(self, no_blocks: int, c_z: int, c_transition: int, chunk_size: int | None) -> None:
+        """``no_blocks``: layers; the rest as for :class:`PairUpdateLayer`."""
+        super().__init__(no_blocks=no_blocks, c_z=c_z, c_transition=c_transition, chunk_size=chunk_size)
         self.c_z = c_z
-        self.layers = nn.ModuleList(PairUpdateLayer(c_z, c_transition, chunk_size) for _ in range(layers))
-        self.axes: Axes = WHOLE
+        self.layers = nn.ModuleList(PairUpdateLayer(c_z, c_transition, chunk_size) for _ in range(no_blocks))
+
+    @property
+    def blocks(self) -> nn.ModuleList:  # type: ignore[override]
+        """The layers: they have transformers' name among the modules."""
+        return self.layers
+
+    def shapes(self, sizes: Sizes) -> tuple[Shapes, Shapes]:
+        b, r = sizes.batch, sizes.residues
+        return {"pair_states": (b, r, r, self.c_z)}, {"pair_attention_mask": (b, r, r)}
 
     def own_traffic(self, sizes: Sizes) -> list[CostEntry]:
         """Return the collectives of splitting and joining."""
@@ -160,7 +185,9 @@ class PairUpdateStack(nn.Module):
 
     def forward(self, pair_states: Tensor, pair_attention_mask: Tensor | None = None) -> Tensor:
         """``b i j c -> b i j c``, whole; mask: ``b i j``."""
-        axes, r = self.axes, pair_states.shape[1]
+        r = pair_states.shape[1]
+        self.choose_memory(pair_states, residues=r, batch=pair_states.shape[0])
+        axes = self.axes
         mask = _mask_of(axes, pair_states, pair_attention_mask)
         z = own_tensor(axes.split(pair_states, (1, axes.rows), (2, axes.columns)), pair_states)
         for layer in self.layers:
@@ -292,7 +319,7 @@ class MSAEncoderLayer(PairUpdateLayer):
         if self.updates_msa:
             m = m + self.msa_pair_weighted_averaging(m, z, pair_mask)
             m = self.msa_transition(m)
-        return m, self.update(z, pair_mask)
+        return m, self.update(z, pair_mask, not torch.is_grad_enabled())  # z is this layer's own by now
 
 
 class MSAEncoder(nn.Module):

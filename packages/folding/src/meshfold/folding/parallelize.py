@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from meshfold.folding.adopt import adopt_models
 from meshfold.folding.axial.axes import Axes
 from meshfold.folding.axial.modes import AxialMode, find_axial_mode
-from meshfold.folding.esmfold2 import MSAEncoder, PairUpdateStack
+from meshfold.folding.esmfold2 import MSAEncoder
 from meshfold.folding.esmfold_trunk import EsmFoldTrunk
 from meshfold.folding.memory import KEEP_ALL, MemorySettings
 from meshfold.folding.planning import MemoryLimit
@@ -19,7 +19,7 @@ from meshfold.mesh import LayoutError, Mesh, all_reduce
 from meshfold.mesh.recording import weight_gradients
 from meshfold.mesh.spec import parse_bytes
 
-WHOLE_TENSOR_STACKS = (Stack, EsmFoldTrunk, PairUpdateStack, MSAEncoder)
+WHOLE_TENSOR_STACKS = (Stack, EsmFoldTrunk, MSAEncoder)
 """Modules that split and gather tensors; their own layers get whole ones."""
 
 
@@ -47,8 +47,8 @@ def parallelize_folding(
             then :func:`meshfold.folding.plan_memory` chooses for the sizes of each batch. Weights do not count.
 
     Raises:
-        LayoutError: if the mode is unknown, the mesh has none of its axes, or the model has no folding block; for memory of
-            ESMFold 2.
+        LayoutError: if the mode is unknown, the mesh has none of its axes, or the model has no folding block; for a limit in
+            bytes where ESMFold 2 has an MSA encoder.
     """
     found = find_axial_mode(mode)
     if not any(axis in mesh.axes for axis in found.axes):
@@ -66,10 +66,10 @@ def parallelize_folding(
             "EsmForProteinFolding of transformers"
         )
     limit = parse_bytes(memory) if isinstance(memory, str) else memory
-    unplanned = [module for module in modules if isinstance(module, (PairUpdateStack, MSAEncoder))]
-    if unplanned and limit != KEEP_ALL:
+    if not isinstance(limit, MemorySettings) and any(isinstance(module, MSAEncoder) for module in modules):
         raise LayoutError(
-            f"memory={memory!r}: ESMFold 2 has no plan of memory yet, nor chunks of other sizes: leave memory out"
+            f"memory={memory!r}: the MSA encoder of ESMFold 2 has no plan of memory: give chunks instead, such as "
+            "memory=MemorySettings(chunk_bytes=1 << 30), or msa_encoder=dict(enabled=False) in the configuration"
         )
     axes = Axes.of(mesh, found, product_steps, limit if isinstance(limit, MemorySettings) else KEEP_ALL)
     mesh.prepare(*axes.all)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from meshfold.folding.esmfold import EsmFoldStack
+from meshfold.folding.esmfold2 import PairUpdateStack
 from meshfold.folding.evoformer import EvoformerStack, ExtraMSAStack
 from meshfold.folding.pairformer import PairFormerStack
 from meshfold.folding.stack import Stack
@@ -24,6 +25,7 @@ class FoldingOutline:
         sequences: of an MSA, if nothing else is said.
         frozen_bytes: of weights beside the stack that are not trained, such as a language model's.
         recycled_channels: of the pairs that each pass begins with and the stack does not hold; 0: none.
+        whole_channels: of pairs beside the stack that every rank has whole.
     """
 
     name: str
@@ -31,6 +33,12 @@ class FoldingOutline:
     sequences: int = 1
     frozen_bytes: int = 0
     recycled_channels: int = 0
+    whole_channels: int = 0
+
+    @property
+    def folds(self) -> bool:
+        """True if ``meshfold fold`` runs such a model."""
+        return self.recycled_channels + self.whole_channels > 0
 
     def beside(self, residues: int, ranks: int, itemsize: int) -> int:
         """Return the bytes on a rank beside the stack and its weights.
@@ -40,7 +48,8 @@ class FoldingOutline:
             ranks: that share pairs.
             itemsize: bytes of an element.
         """
-        return self.frozen_bytes + recycled_bytes(residues, ranks, self.recycled_channels, itemsize)
+        whole = residues**2 * self.whole_channels * itemsize
+        return self.frozen_bytes + whole + recycled_bytes(residues, ranks, self.recycled_channels, itemsize)
 
 
 def recycled_bytes(residues: int, ranks: int, channels: int, itemsize: int) -> int:
@@ -79,11 +88,30 @@ def _esmfold() -> FoldingOutline:
 
 ESMFOLD_BESIDE = 2_838_932_291
 """Weights of ESMFold beside the blocks of its trunk, counted on transformers' class with the configuration of esmfold_v1."""
+PAIRS_OF_ESMFOLD2 = 7
+"""Pair tensors that every rank has whole while ESMFold 2's trunk runs: those that passes begin with, of positions and of bonds; the
+language model's, with dropout and refined; and their sum."""
+
+
+def _esmfold2() -> FoldingOutline:
+    """ESMFold 2: a trunk of 24 pair updates, and weights beside it in two bytes: ESMC, encoders, structure and confidence heads."""
+    stack = PairUpdateStack(24, 256, 1024, chunk_size=64)
+    return FoldingOutline(
+        name="folding:esmfold2",
+        stack=stack,
+        frozen_bytes=2 * ESMFOLD2_BESIDE,
+        whole_channels=PAIRS_OF_ESMFOLD2 * stack.c_z,
+    )
+
+
+ESMFOLD2_BESIDE = 6_504_321_629
+"""Weights of ESMFold 2 beside its folding trunk, counted on transformers' class with its default configuration."""
 PRESETS: dict[str, Callable[[], FoldingOutline]] = {
     "folding:evoformer": _evoformer,
     "folding:extra-msa": _extra_msa,
     "folding:pairformer": _pairformer,
     "folding:esmfold": _esmfold,
+    "folding:esmfold2": _esmfold2,
 }
 """Makers of outlines by name."""
 
@@ -97,7 +125,7 @@ def find_outline(name: str) -> FoldingOutline:
     if name not in PRESETS:
         raise MeshfoldError(
             f"there is no folding model {name!r}.{did_you_mean(name, PRESETS)} Known: {', '.join(PRESETS)}, or a folder of "
-            "EsmForProteinFolding"
+            "EsmForProteinFolding or EsmFold2Model"
         )
     with torch.device("meta"):
         return PRESETS[name]()

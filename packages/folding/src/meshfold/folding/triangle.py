@@ -6,6 +6,7 @@ ranks: only the axes of rows and columns change places.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -28,12 +29,126 @@ CHANNELS = 8
 """Parts of a product have a multiple of so many channels: GPUs multiply matrices whose rows are aligned to 16 bytes."""
 
 
-class TriangleMultiplication(nn.Module):
+class EdgeMultiplication(nn.Module):
     """Triangle multiplicative update: outgoing ``z_ij += g_ij · W(norm(Σ_k a_ik b_jk))``, incoming with ``a_ki b_kj``.
 
+    Subclasses have the layers.
+
     Attributes:
+        outgoing: multiply outgoing edges, else incoming ones.
         axes: over which pair tensors are split.
     """
+
+    outgoing: bool
+    axes: Axes
+
+    @property
+    @abstractmethod
+    def edge_channels(self) -> int:
+        """Channels of an edge."""
+
+    @abstractmethod
+    def normalise(self, z: Tensor) -> Tensor:
+        """Return normalised pairs."""
+
+    @abstractmethod
+    def operands(self, z: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return both operands from normalised pairs, and logits of the output's gate, or None: then they are computed later."""
+
+    @abstractmethod
+    def operand_weights(self, channels: slice) -> tuple[Tensor, Tensor | None]:
+        """Return weight and bias that make some channels of both operands, then of their gates."""
+
+    @abstractmethod
+    def emit(self, x: Tensor) -> Tensor:
+        """Return pairs from products of edges, not yet gated."""
+
+    @abstractmethod
+    def gate_logits(self, z: Tensor) -> Tensor:
+        """Return logits of the output's gate from normalised pairs."""
+
+    def traffic(self, sizes: Sizes) -> list[CostEntry]:
+        """Return every collective of forward and backward."""
+        axes = self.axes if self.outgoing else self.axes.turned
+        width = axes.padded(sizes.residues) // axes.multiple
+        return EdgeProduct(axes).cost(sizes.pair(axes, self.edge_channels), width)
+
+    def forward(self, z: Tensor, mask: Tensor | None = None, into: Tensor | None = None) -> Tensor:
+        """Return the update, some channels of edges and then some rows at a time.
+
+        Args:
+            z: ``* i j c``, this rank's block.
+            mask: ``* i j``, whole on every rank.
+            into: what the update is added to, in place; without gradients only. It may be ``z``.
+
+        Returns:
+            The update, ``* i j c``, or ``into``.
+        """
+        lead, axes = z.shape[:-3], self.axes
+        z = flat(z, 3)
+        pair_mask = own_pair_mask(axes, flat_mask(mask, lead, 2))
+        parts = self.channel_parts(z)
+        if parts.is_whole:
+            z = self.normalise(z)
+            a, b, logits = self.operands(z, pair_mask)
+            x = self._multiply(a, b)
+            del a, b
+            x = self.emit(x)
+            x = functions.gate(x, self.gate_logits(z) if logits is None else logits)
+            x = x.view(*lead, *x.shape[1:])
+            return x if into is None else into.add_(x)
+
+        def some_channels(first: int, size: int) -> Tensor:
+            return self._multiply(*self._operands_by_rows(z, pair_mask, slice(first, first + size)))
+
+        x = run_parts(parts, some_channels, 3)
+
+        def some_rows(first: int, size: int) -> Tensor:
+            before, after = (t.narrow(1, first, size) for t in (z, x))
+            logits = self.gate_logits(self.normalise(before))
+            return functions.gate(self.emit(after), logits)
+
+        target = flat_target(into, 3)
+        y = run_parts(self._row_parts(z, 3 * z.shape[-1] + 2 * x.shape[-1]), some_rows, 1, target)
+        return y.view(*lead, *y.shape[1:]) if into is None else into
+
+    def channel_parts(self, z: Tensor, gradients: bool | None = None) -> Parts:
+        """Return the parts of the product for a block ``b i j c``, in channels of edges."""
+        # Two operands, the gathered one and partial sums, with copies that a batched product makes.
+        gathered = self.axes.multiple if self.axes.is_split else 1
+        line = z[..., 0].numel() * z.element_size() * (7 + 2 * gathered)
+        return Parts.of(self.axes.memory, self.edge_channels, line, gradients, multiple=CHANNELS)
+
+    def _row_parts(self, z: Tensor, numbers: int) -> Parts:
+        """Return parts in rows of ``b i j c`` that hold so many numbers a pair."""
+        return Parts.of(self.axes.memory, z.shape[1], z.shape[0] * z.shape[2] * numbers * z.element_size())
+
+    def _operands_by_rows(self, z: Tensor, mask: Tensor | None, channels: slice) -> Sequence[Tensor]:
+        """Return some channels of both operands from pairs, some rows at a time."""
+        weight, bias = self.operand_weights(channels)
+        # On one rank channels lie first, as the product of matrices needs them; between ranks whole pairs are sent.
+        split = self.axes.is_split
+
+        def compute(first: int, size: int) -> Tensor:
+            some = None if mask is None else mask.narrow(1, first, size)
+            made, logits = functional.linear(self.normalise(z.narrow(1, first, size)), weight, bias).chunk(2, -1)
+            both = functions.gate(made, logits, some)
+            return both if split else both.permute(0, 3, 1, 2)
+
+        # Within a part in channels, which is recomputed already.
+        parts = self._row_parts(z, z.shape[-1] + 2 * weight.shape[0])
+        both = run_parts(replace(parts, recompute=parts.count > 1), compute, 1 if split else 2)
+        return (both if split else both.permute(0, 2, 3, 1)).chunk(2, -1)
+
+    def _multiply(self, a: Tensor, b: Tensor) -> Tensor:
+        if self.outgoing:
+            return edge_product(self.axes, a, b)
+        turned = edge_product(self.axes.turned, b.transpose(1, 2), a.transpose(1, 2))
+        return turned.transpose(1, 2)
+
+
+class TriangleMultiplication(EdgeMultiplication):
+    """Triangle multiplicative update with a layer for each operand and gate."""
 
     def __init__(self, c_z: int, c_hidden: int, *, outgoing: bool, biased: bool = True) -> None:
         """Args:
@@ -55,63 +170,29 @@ class TriangleMultiplication(nn.Module):
         self.layer_norm_out = LayerNorm(c_hidden)
         self.axes: Axes = WHOLE
 
-    def traffic(self, sizes: Sizes) -> list[CostEntry]:
-        """Return every collective of forward and backward."""
-        axes = self.axes if self.outgoing else self.axes.turned
-        width = axes.padded(sizes.residues) // axes.multiple
-        return EdgeProduct(axes).cost(sizes.pair(axes, self.linear_a_p.out_features), width)
+    @property
+    def edge_channels(self) -> int:
+        return self.linear_a_p.out_features
 
-    def forward(self, z: Tensor, mask: Tensor | None = None, into: Tensor | None = None) -> Tensor:
-        """Return the update, some channels of edges and then some rows at a time.
+    def normalise(self, z: Tensor) -> Tensor:
+        y: Tensor = self.layer_norm_in(z)
+        return y
 
-        Args:
-            z: ``* i j c``, this rank's block.
-            mask: ``* i j``, whole on every rank.
-            into: what the update is added to, in place; without gradients only. It may be ``z``.
+    def emit(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear_z(self.layer_norm_out(x))
+        return y
 
-        Returns:
-            The update, ``* i j c``, or ``into``.
-        """
-        lead, axes = z.shape[:-3], self.axes
-        z = flat(z, 3)
-        pair_mask = own_pair_mask(axes, flat_mask(mask, lead, 2))
-        parts = self.channel_parts(z)
-        if parts.is_whole:
-            z = self.layer_norm_in(z)
-            a, b, logits = self._operands(z, pair_mask)
-            x = self._multiply(a, b)
-            del a, b
-            x = self.linear_z(self.layer_norm_out(x))
-            x = functions.gate(x, self.linear_g(z) if logits is None else logits)
-            x = x.view(*lead, *x.shape[1:])
-            return x if into is None else into.add_(x)
+    def gate_logits(self, z: Tensor) -> Tensor:
+        y: Tensor = self.linear_g(z)
+        return y
 
-        def some_channels(first: int, size: int) -> Tensor:
-            return self._multiply(*self._operands_by_rows(z, pair_mask, slice(first, first + size)))
+    def operand_weights(self, channels: slice) -> tuple[Tensor, Tensor | None]:
+        layers = [self.linear_a_p, self.linear_b_p, self.linear_a_g, self.linear_b_g]
+        weight = torch.cat([layer.weight[channels] for layer in layers])
+        bias = None if self.linear_a_p.bias is None else torch.cat([layer.bias[channels] for layer in layers])
+        return weight, bias
 
-        x = run_parts(parts, some_channels, 3)
-
-        def some_rows(first: int, size: int) -> Tensor:
-            before, after = (t.narrow(1, first, size) for t in (z, x))
-            logits = self.linear_g(self.layer_norm_in(before))
-            return functions.gate(self.linear_z(self.layer_norm_out(after)), logits)
-
-        target = flat_target(into, 3)
-        y = run_parts(self._row_parts(z, 3 * z.shape[-1] + 2 * x.shape[-1]), some_rows, 1, target)
-        return y.view(*lead, *y.shape[1:]) if into is None else into
-
-    def channel_parts(self, z: Tensor, gradients: bool | None = None) -> Parts:
-        """Return the parts of the product for a block ``b i j c``, in channels of edges."""
-        # Two operands, the gathered one and partial sums, with copies that a batched product makes.
-        gathered = self.axes.multiple if self.axes.is_split else 1
-        line = z[..., 0].numel() * z.element_size() * (7 + 2 * gathered)
-        return Parts.of(self.axes.memory, self.linear_a_p.out_features, line, gradients, multiple=CHANNELS)
-
-    def _row_parts(self, z: Tensor, numbers: int) -> Parts:
-        """Return parts in rows of ``b i j c`` that hold so many numbers a pair."""
-        return Parts.of(self.axes.memory, z.shape[1], z.shape[0] * z.shape[2] * numbers * z.element_size())
-
-    def _operands(self, z: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    def operands(self, z: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return both operands from normalised pairs, and logits of the output's gate.
 
         Without gradients the logits are None, and nothing is computed before it is used: what one matmul gives is held at once.
@@ -125,31 +206,6 @@ class TriangleMultiplication(nn.Module):
     def _edges(self, name: str, z: Tensor, mask: Tensor | None) -> Tensor:
         """Return an operand, ``a`` or ``b``, from normalised pairs."""
         return functions.gate(getattr(self, f"linear_{name}_p")(z), getattr(self, f"linear_{name}_g")(z), mask)
-
-    def _operands_by_rows(self, z: Tensor, mask: Tensor | None, channels: slice) -> Sequence[Tensor]:
-        """Return some channels of both operands from pairs, some rows at a time."""
-        layers = [self.linear_a_p, self.linear_b_p, self.linear_a_g, self.linear_b_g]
-        weight = torch.cat([layer.weight[channels] for layer in layers])
-        bias = None if self.linear_a_p.bias is None else torch.cat([layer.bias[channels] for layer in layers])
-        # On one rank channels lie first, as the product of matrices needs them; between ranks whole pairs are sent.
-        split = self.axes.is_split
-
-        def compute(first: int, size: int) -> Tensor:
-            some = None if mask is None else mask.narrow(1, first, size)
-            made, logits = functional.linear(self.layer_norm_in(z.narrow(1, first, size)), weight, bias).chunk(2, -1)
-            both = functions.gate(made, logits, some)
-            return both if split else both.permute(0, 3, 1, 2)
-
-        # Within a part in channels, which is recomputed already.
-        parts = self._row_parts(z, z.shape[-1] + 2 * weight.shape[0])
-        both = run_parts(replace(parts, recompute=parts.count > 1), compute, 1 if split else 2)
-        return (both if split else both.permute(0, 2, 3, 1)).chunk(2, -1)
-
-    def _multiply(self, a: Tensor, b: Tensor) -> Tensor:
-        if self.outgoing:
-            return edge_product(self.axes, a, b)
-        turned = edge_product(self.axes.turned, b.transpose(1, 2), a.transpose(1, 2))
-        return turned.transpose(1, 2)
 
 
 def own_pair_mask(axes: Axes, mask: Tensor | None) -> Tensor | None:

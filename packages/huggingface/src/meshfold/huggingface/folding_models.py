@@ -17,9 +17,11 @@ from torch import Tensor, nn
 
 from meshfold.checkpoint.tensors import has_weights
 from meshfold.folding import (
+    PAIRS_OF_ESMFOLD2,
     EsmFoldTrunk,
     FoldingOutline,
     MemoryPlan,
+    Stack,
     adopt_models,
     parallelize_folding,
     plan_memory,
@@ -87,28 +89,35 @@ class FoldingFolder:
 
 
 def outline_folding(folder: str | os.PathLike[str], given: str = "") -> FoldingOutline:
-    """Return what a plan needs of a folder's ESMFold, from its configuration: no weight is read.
+    """Return what a plan needs of a folder's ESMFold or ESMFold 2, from its configuration: no weight is read.
 
     Args:
         folder: where.
         given: the user's text, for errors.
 
     Raises:
-        SpecError: for a folder of another class.
+        SpecError: for a folder of another class, or if transformers is too old for it.
     """
     import transformers
 
     given = given or f"model {str(folder)!r}"
     require_config(folder, given)
     told = read_raw_config(Path(folder))
-    if told.get("model_type") != "esm" or not told.get("is_folding_model"):
-        raise SpecError(f"{given}: only ESMFold has a plan of memory: give a folder of EsmForProteinFolding")
+    second = told.get("model_type") == "esmfold2"
+    if not second and (told.get("model_type") != "esm" or not told.get("is_folding_model")):
+        raise SpecError(
+            f"{given}: only ESMFold and ESMFold 2 have a plan of memory: give a folder of EsmForProteinFolding or EsmFold2Model"
+        )
+    model_class = getattr(transformers, "EsmFold2Model" if second else "EsmForProteinFolding", None)
+    if model_class is None:
+        raise SpecError(f"{given} needs EsmFold2Model of transformers: pip install 'transformers>=5.17'")
     with torch.device("meta"):
-        model: Any = transformers.EsmForProteinFolding(read_config(Path(folder), given))
+        model: Any = model_class(read_config(Path(folder), given))
         adopt_models(model)
-    stack = model.trunk.stack()
+    stack = model.folding_trunk if second else model.trunk.stack()
     beside = sum(weight.numel() for weight in model.parameters()) - sum(w.numel() for w in stack.parameters())
-    return FoldingOutline(name=str(folder), stack=stack, frozen_bytes=2 * beside, recycled_channels=model.trunk.c_z)
+    channels = dict(whole_channels=PAIRS_OF_ESMFOLD2 * stack.c_z) if second else dict(recycled_channels=stack.c_z)
+    return FoldingOutline(name=str(folder), stack=stack, frozen_bytes=2 * beside, **channels)
 
 
 def open_folding(folder: str | os.PathLike[str], given: str = "") -> FoldingFolder:
@@ -162,8 +171,22 @@ class FoldingModel(ABC):
     def pair_channels(self) -> int:
         """The channels of the pair tensor."""
 
-    def plan_memory(self, chains: Sequence[str], limit: int) -> MemoryPlan | None:
-        """Choose and set the chunks in which the trunk computes; None: this model has no plan.
+    @property
+    @abstractmethod
+    def stack(self) -> Stack:
+        """The blocks of the trunk, with these weights or on the meta device."""
+
+    @property
+    @abstractmethod
+    def blocks(self) -> nn.ModuleList:
+        """The blocks themselves."""
+
+    @abstractmethod
+    def pairs_beside(self, tokens: int) -> int:
+        """Return the bytes of what a rank holds of pairs of so many tokens beside the stack, while its blocks run."""
+
+    def plan_memory(self, chains: Sequence[str], limit: int) -> MemoryPlan:
+        """Choose and set the chunks in which the trunk computes.
 
         Args:
             chains: amino acids of each chain.
@@ -172,8 +195,22 @@ class FoldingModel(ABC):
         Raises:
             MemoryPlanError: if the trunk does not fit.
         """
-        del chains, limit
-        return None
+        tokens, parameter = self.tokens(chains), next(self.blocks.parameters())
+        blocks = {id(weight) for weight in self.blocks.parameters()}
+        weights = (w.numel() * w.element_size() for w in self.model.parameters() if id(w) not in blocks)
+        plan = plan_memory(
+            self.stack,
+            residues=tokens,
+            mode=self.mode,
+            axes=dict(self.mesh.axes),
+            limit=limit,
+            training=False,
+            dtype=parameter.dtype,
+            other_bytes=sum(weights) + self.pairs_beside(tokens),
+            kernels=parameter.is_cuda,
+        )
+        parallelize_folding(self.model, self.mesh, self.mode, memory=plan.settings)
+        return plan
 
     @abstractmethod
     def predict(
@@ -199,27 +236,20 @@ class EsmFold(FoldingModel):
     def pair_channels(self) -> int:
         return int(self.model.config.esmfold_config.trunk.pairwise_state_dim)
 
-    def plan_memory(self, chains: Sequence[str], limit: int) -> MemoryPlan | None:
+    @property
+    def stack(self) -> Stack:
         trunk: EsmFoldTrunk = self.model.trunk
-        parameter = next(trunk.blocks.parameters())
-        tokens, ranks = self.tokens(chains), self.mesh.world_size
-        # Beside the blocks: the other weights, the pairs that each pass begins with, and the bins of two tables.
-        blocks = {id(weight) for weight in trunk.blocks.parameters()}
-        weights = (w.numel() * w.element_size() for w in self.model.parameters() if id(w) not in blocks)
-        pairs = recycled_bytes(tokens, ranks, self.pair_channels, parameter.element_size())
-        plan = plan_memory(
-            trunk.stack(),
-            residues=tokens,
-            mode=self.mode,
-            axes=dict(self.mesh.axes),
-            limit=limit,
-            training=False,
-            dtype=parameter.dtype,
-            other_bytes=sum(weights) + pairs,
-            kernels=parameter.is_cuda,
-        )
-        parallelize_folding(self.model, self.mesh, self.mode, memory=plan.settings)
-        return plan
+        return trunk.stack()
+
+    @property
+    def blocks(self) -> nn.ModuleList:
+        found: nn.ModuleList = self.model.trunk.blocks
+        return found
+
+    def pairs_beside(self, tokens: int) -> int:
+        # The pairs that each pass begins with, and the bins of two tables.
+        size = next(self.blocks.parameters()).element_size()
+        return recycled_bytes(tokens, self.mesh.world_size, self.pair_channels, size)
 
     @torch.no_grad()
     def predict(
@@ -295,6 +325,18 @@ class EsmFold2(FoldingModel):
     @property
     def pair_channels(self) -> int:
         return int(self.model.config.pairwise_hidden_size)
+
+    @property
+    def stack(self) -> Stack:
+        found: Stack = self.model.folding_trunk
+        return found
+
+    @property
+    def blocks(self) -> nn.ModuleList:
+        return self.stack.blocks
+
+    def pairs_beside(self, tokens: int) -> int:
+        return tokens**2 * PAIRS_OF_ESMFOLD2 * self.pair_channels * next(self.blocks.parameters()).element_size()
 
     @torch.no_grad()
     def predict(

@@ -64,7 +64,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--memory",
         type=byte_size,
         metavar="SIZE",
-        help="of a rank, for weights and trunk: ESMFold's trunk computes in chunks that fit (default: what a GPU has)",
+        help="of a rank, for weights and trunk, which computes in chunks that fit (default: what a GPU has)",
     )
     how.add_argument("--precision", choices=PRECISIONS, default="fp32", help="of the weights (fp32)")
     how.add_argument("--device", choices=("cpu", "cuda"), help="(default: the GPU if there is one)")

@@ -35,7 +35,8 @@ def add_folding(parser: argparse.ArgumentParser) -> None:
     """Add the arguments that only folding models take."""
     group = parser.add_argument_group(
         "folding models",
-        "--model folding:evoformer, extra-msa, pairformer or esmfold, or a folder of EsmForProteinFolding",
+        "--model folding:evoformer, extra-msa, pairformer, esmfold or esmfold2, or a folder of EsmForProteinFolding or "
+        "EsmFold2Model",
     )
     group.add_argument("--residues", type=_counts, metavar="N,N", help="tokens of a chain: 512,1024,2048")
     group.add_argument("--gpus", type=_counts, metavar="N,N", help="GPUs that share a protein: 1,2,4,8 (1,2,4,8)")
@@ -69,7 +70,11 @@ def _is_folding_folder(name: str) -> bool:
             told = json.load(file)
     except (OSError, ValueError):
         return False  # whoever reads the folder says what is wrong
-    return bool(told.get("is_folding_model")) or "Fold" in "".join(told.get("architectures") or ())
+    return (
+        bool(told.get("is_folding_model"))
+        or "Fold" in "".join(told.get("architectures") or ())
+        or told.get("model_type") == "esmfold2"
+    )
 
 
 def plan_folding_model(arguments: argparse.Namespace) -> int:
@@ -140,7 +145,7 @@ def plan_folding_model(arguments: argparse.Namespace) -> int:
     else:
         print(folding_text(found))
         if longest is not None:
-            folds = outline.recycled_channels > 0
+            folds = outline.folds
             print(
                 f"\n{longest.residues:,} residues on {longest.plan.run.ranks}:\n{lines_to_paste(longest, folds=folds)}"
             )
