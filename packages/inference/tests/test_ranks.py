@@ -14,6 +14,7 @@ from inference_models import FAMILIES, greedy, hugging_face, own
 
 from meshfold.engine import Engine
 from meshfold.inference import Generator, Request, Sampling
+from meshfold.inference.forward import PagedForward
 from meshfold.mesh.testing import run_on_ranks
 
 MEGATRON = dict(mode="megatron")
@@ -61,12 +62,15 @@ def wishes() -> list[tuple[list[int], Sampling]]:
     ]
 
 
-def crowded(model: Any, name: str) -> tuple[Generator, list[Request]]:
-    """Run requests that arrive one by one over pools that are too small for all."""
+def crowded(model: Any, name: str, short: bool) -> tuple[Generator, list[Request]]:
+    """Run requests that arrive one by one over pools that are too small for all; ``short``: every token is a row of its own."""
     chance, waiting, requests = random.Random(5), wishes(), []
     parts = PARTS.get(name, 1)
     host = 0 if name in WHOLE else 14 * parts
     generator = Generator(model, tokens=22 * parts, page_size=2, most_rows=6, chunk=8, ahead=2, host_tokens=host)
+    if short:
+        assert isinstance(generator.runner, PagedForward)
+        generator.runner.short = True  # as on a GPU
     while waiting or generator.busy:
         while waiting and chance.random() < 0.6:
             requests.append(generator.submit(*waiting.pop(0)))
@@ -74,12 +78,12 @@ def crowded(model: Any, name: str) -> tuple[Generator, list[Request]]:
     return generator, requests
 
 
-def texts(cases: list[tuple[str, str]]) -> list[Any]:
+def texts(cases: list[tuple[str, str]], short: bool) -> list[Any]:
     found = []
     for kind, name in cases:
         precision = "fp32" if kind == "mixtral" else "fp64"
         with Engine(made(kind), SPECS[name][1], precision=precision) as engine:
-            generator, requests = crowded(engine.generator, name)
+            generator, requests = crowded(engine.generator, name, short)
             scheduler = generator.scheduler
             assert scheduler.used_pages == 0 and (generator.host is None or generator.host.used == 0)
             found.append(
@@ -94,7 +98,7 @@ def texts(cases: list[tuple[str, str]]) -> list[Any]:
     return found
 
 
-def check(size: int, cases: list[tuple[str, str]]) -> None:
+def check(size: int, cases: list[tuple[str, str]], short: bool = False) -> None:
     models = {kind: made(kind).eval() for kind, _ in cases}
     alone = {}
     for kind, model in models.items():
@@ -105,7 +109,7 @@ def check(size: int, cases: list[tuple[str, str]]) -> None:
     for kind, model in models.items():
         for (prompt, sampling), request in zip(wishes(), alone[kind], strict=True):
             assert sampling.temperature or request.tokens == greedy(model, prompt, sampling.max_new_tokens)
-    for rank in run_on_ranks(size, texts, cases):
+    for rank in run_on_ranks(size, texts, cases, short):
         for (heard, counts, reason, parts, held), (kind, name) in zip(rank, cases, strict=True):
             case = (kind, name, reason, counts)
             assert (not reason) == (name not in WHOLE), case
@@ -141,3 +145,8 @@ def test_ranks_write_the_texts_of_one_process(size: int) -> None:
 @pytest.mark.parametrize("name", SPECS)
 def test_every_family_writes_the_texts_of_one_process(name: str) -> None:
     check(SPECS[name][0], [(kind, name) for kind in families(name)])
+
+
+@pytest.mark.slow
+def test_steps_of_single_rows_write_the_texts_of_one_process() -> None:
+    check(4, [("llama", "1d of 4"), ("qwen3", "2d"), ("llama", "3d with split columns"), ("opt", "2.5d")], short=True)
