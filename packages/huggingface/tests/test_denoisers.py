@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import sys
 from pathlib import Path
@@ -41,6 +42,7 @@ REFUSED = {
 }
 
 
+@functools.cache
 def serial(kind: str, **changes: Any) -> tuple[float, dict[str, Tensor]]:
     """diffusers' own loss, and parameters after a step of plain gradient descent with rate 1."""
     model, batch = denoiser(kind, **changes), batch_of(kind)
@@ -69,10 +71,9 @@ def compare(
         assert off < 1e-9, f"{name}: off by {off:.2e}"
 
 
+# Each kind and each spec; a U-Net under tensor parallelism is in the test of dropout.
 QUICK = {
-    ("unet", "tensor"),
     ("dit", "zero 3"),
-    ("sd3", "tensor"),
     ("flux", "tensor"),
     ("unet", "data"),
     ("sd3", "zero 1"),

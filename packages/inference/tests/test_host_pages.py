@@ -53,6 +53,7 @@ def test_pages_come_back_as_they_went(cache: str | None) -> None:
         assert torch.equal(raw[:, [3, 0]], old[:, [1, 4]]) and not raw[:, [1, 2, 4]].any()
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("sampling", [GREEDY, DRAWN])
 @pytest.mark.parametrize("more", [{}, dict(cache="int8"), dict(share_prefixes=True, ahead=3)])
 def test_texts_are_those_of_an_unlimited_pool(sampling: Sampling, more: dict[str, Any]) -> None:

@@ -251,9 +251,9 @@ _INTO_ANOTHER = [
     for at, dtype in enumerate(_DTYPES)
     for name in ("reference", "numba")
     for l2 in (False, True)
-    # Numba compiles a kernel for each state and dtype; small moments step in bfloat16 in other tests, too.
+    # Numba compiles a kernel for each state and dtype, of which zero_gemini's speculative steps take these two.
     for diagonal in [
-        at == (1 if kind in "ABC" else place % 3) and l2 == (place == 0) and (name == "reference" or "+" not in kind)
+        at == (1 if kind in "ABC" else place % 3) and l2 == (place == 0) and (name == "reference" or kind in "AB")
     ]
 ]
 

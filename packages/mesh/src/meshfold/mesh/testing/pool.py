@@ -26,7 +26,9 @@ from meshfold.mesh.testing.fork_server import ForkServer, can_be_copied
 from meshfold.mesh.testing.rank import Answer, Call
 
 _START_TIMEOUT_S = 120.0
-_MOST_POOLS = 3  # one per size that suites use; idle ranks share most of their memory with the fork server
+_MOST_POOLS = (
+    4  # one per size that suites use: 1, 2, 4 and 8; idle ranks share most of their memory with the fork server
+)
 # Process groups that a rank may accumulate before its pool is replaced; each takes about 5 descriptors and 3 threads.
 _MOST_GROUPS = 64
 # If ranks lack modules that take longer to import than this, fork new ones from the fork server, which has them by now.
