@@ -103,7 +103,7 @@ def diffusers(job: dict[str, Any], *, compiled: str = "", channels_last: bool = 
 
     if job["ranks"] > 1:
         raise AbsentError("diffusers' scripts train on one GPU here: FSDP2 is the contestant on several")
-    model: Any = model_of(job["kind"], job["config"]).to(device())
+    model: Any = model_of(job["kind"], job["config"], device())  # drawn there as ours is: the same weights
     if channels_last:
         model = model.to(memory_format=torch.channels_last)
     if compiled == "blocks":
