@@ -97,3 +97,14 @@ def test_nothing_is_kept_under_settings(spec: str, settings: str) -> None:
 @pytest.mark.parametrize("spec", ["data", "zero 3", "tensor 1d", "pipeline"])
 def test_nothing_is_kept_of_a_module(spec: str) -> None:
     assert run_on_ranks(2, kept_without_collector, SPECS[spec], {}, True) == [[], []]
+
+
+@pytest.mark.parametrize("parallel", [{}, dict(zero=dict(stage=1)), dict(zero=dict(stage=3)), dict(tensor=1)], ids=str)
+def test_an_engine_that_is_dropped_without_close_goes_at_a_collection(parallel: dict[str, Any]) -> None:
+    engine = Engine(gpt, parallel, optimizer=dict(name="adamw", lr=1e-3))
+    ids = torch.arange(4 * 16).view(4, 16) % 32
+    engine.train_step(dict(input_ids=ids, labels=ids))
+    found = [weakref.ref(engine), weakref.ref(engine.model), *map(weakref.ref, engine.model.parameters())]
+    del engine
+    gc.collect()
+    assert not any(reference() is not None for reference in found)

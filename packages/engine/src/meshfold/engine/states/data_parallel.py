@@ -342,12 +342,13 @@ class GradientReducer:
             handle.remove()
 
     def _hook(self, bucket: Bucket, place: int) -> Callable[[Tensor], None]:
-        reducer = ref(self)  # a weak reference: a reducer dropped without close() must not take gradients
+        # Weak: a reducer dropped without close() must not take gradients, and the garbage collector does not see through these hooks.
+        reducer, held = ref(self), ref(bucket)
 
         def arrive(parameter: Tensor) -> None:
-            me, gradient = reducer(), parameter.grad
+            me, bucket, gradient = reducer(), held(), parameter.grad
             # A proxy: another owner's backward, while ours is in .grad.
-            if me is None or gradient is None or isinstance(gradient, GradientProxy):
+            if me is None or bucket is None or gradient is None or isinstance(gradient, GradientProxy):
                 return
             if me._listening:
                 bucket.add(place, gradient, whole=not me._several)

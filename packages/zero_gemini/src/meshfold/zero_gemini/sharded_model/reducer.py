@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -105,24 +106,27 @@ class GradientFlow:
     # -- while backward runs ------------------------------------------------------------------------------------
 
     def _arrival(self, gradient: ChunkGradient, place: int) -> Callable[[Tensor], None]:
+        flow, held = ref(self), ref(gradient)  # weak: the garbage collector does not see through hooks of parameters
+
         def arrive(parameter: Tensor) -> None:
-            if isinstance(parameter.grad, GradientProxy):
-                return  # a backward outside the engine, while our proxy is in .grad
+            me, gradient = flow(), held()
+            if me is None or gradient is None or isinstance(parameter.grad, GradientProxy):
+                return  # dropped without close, or a backward outside the engine, while our proxy is in .grad
             found, parameter.grad = parameter.grad, None  # always clear it: autograd would add to it
-            if self.takes and found is not None:
-                if not self._in_backward:
-                    self._in_backward = self._came = True
-                    after_gradients(self._ended)
-                if self._calls.note_gradient():
-                    self._in_parts.add(gradient)
+            if me.takes and found is not None:
+                if not me._in_backward:
+                    me._in_backward = me._came = True
+                    after_gradients(me._ended)
+                if me._calls.note_gradient():
+                    me._in_parts.add(gradient)
                 noted_bytes = gradient.add(place, found)
                 del found
                 if noted_bytes:
-                    self._noted[gradient] = None
-                    self._noted_bytes += noted_bytes
-                    if self._noted_bytes > _MOST_NOTED_BYTES:
-                        self._copy_noted()
-                self._reduce_ready()
+                    me._noted[gradient] = None
+                    me._noted_bytes += noted_bytes
+                    if me._noted_bytes > _MOST_NOTED_BYTES:
+                        me._copy_noted()
+                me._reduce_ready()
 
         return arrive
 
