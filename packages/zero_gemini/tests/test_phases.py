@@ -62,7 +62,7 @@ def test_another_watch_is_left_alone() -> None:
     with waiting.watched(other):
         phases.stop()
         assert waiting.is_watched
-        with pytest.raises(RuntimeError, match="watched already"):
+        with pytest.raises(RuntimeError, match="another watch of waits is active"):
             phases.begin()
     assert not waiting.is_watched
 

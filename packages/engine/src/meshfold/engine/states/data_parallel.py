@@ -342,7 +342,7 @@ class GradientReducer:
             handle.remove()
 
     def _hook(self, bucket: Bucket, place: int) -> Callable[[Tensor], None]:
-        # Weak: a reducer dropped without close() must not take gradients, and the garbage collector does not see through these hooks.
+        # Weak: a reducer dropped without close() must not take gradients, and the garbage collector does not see through hooks.
         reducer, held = ref(self), ref(bucket)
 
         def arrive(parameter: Tensor) -> None:
