@@ -85,6 +85,8 @@ def step(engine: Engine) -> Callable[[torch.optim.Optimizer], Any]:
             "missing 1 required positional argument: 'step_size'",
         ),
         (dict(lr_scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau), "stepped with a validation loss"),
+        (dict(lr_scheduler="cosine"), "lr_scheduler='cosine': give a function of the optimizer"),
+        (dict(device="gpu"), "device='gpu' is not a device of torch: write 'cpu', 'cuda'"),
         (dict(device="cuda:99"), "device='cuda:99': torch sees (no|[0-9]+) GPUs"),
     ],
     ids=lambda value: None if isinstance(value, dict) else str(value)[:24],
@@ -400,6 +402,7 @@ def test_what_a_model_does_not_take_is_told_before_it_is_called() -> None:
                 "GPT takes input_ids, labels, position_ids: leave it out. Rows .* labels with -100",
             ),
             ("weights", "called with 'weights', but GPT takes input_ids, labels, position_ids: leave it out"),
+            ("label", "called with 'label', but GPT takes .*: leave it out. Did you mean 'labels'"),
         ):
             with pytest.raises(SpecError, match=said):
                 engine.train_step({"input_ids": ids, name: torch.ones_like(ids)})
@@ -411,3 +414,10 @@ def test_what_a_model_does_not_take_is_told_before_it_is_called() -> None:
     beside = Engine(Headless, {}, optimizer=optimizer, loss_fn=lambda output, batch: output.sum())
     with beside as engine, pytest.raises(SpecError, match=r"'labels'.* give a pair \(inputs, targets\)"):
         engine.train_step({"input_ids": ids, "labels": ids})
+
+
+def test_ids_of_32_bits_are_labels_too() -> None:
+    """Token files often hold 32 bits; cross entropy takes labels of 64 only."""
+    ids = torch.arange(8).view(2, 4)
+    with Engine(lambda: GPT(GPTConfig(vocab_size=32, hidden=16, layers=1, heads=2, max_positions=8)), {}) as engine:
+        assert engine.eval_step(ids.int()) == engine.eval_step(ids)

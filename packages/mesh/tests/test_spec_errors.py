@@ -357,6 +357,11 @@ WRONG_WORLDS: list[tuple[dict[str, Any], Any, list[str]]] = [
         ["4 does not divide 6", "Start 8 processes, or give tensor 3 ranks instead of 4."],
     ),
     (dict(data=2, tensor=3), 8, ["3 does not divide 8", "Start 6 processes, or give tensor 4 ranks instead of 3."]),
+    (
+        dict(data=2, tensor=dict(mode="2d", size=4)),
+        1,
+        ["makes 8 ranks, but the world size is 1", "'meshfold run --ranks 8 SCRIPT.py'", "leave data and tensor out."],
+    ),
     (dict(data=8, tensor=3), 8, ["makes 24 ranks", "Start 24 processes, or leave tensor out."]),
     (
         dict(data=3, tensor=3),

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from meshfold.engine.batches.loss import FallbackLoss, call_loss_fn
-from meshfold.mesh import SpecError
+from meshfold.mesh import SpecError, did_you_mean
 from meshfold.mesh.model_io import IGNORE_INDEX, ensure_one_target, targets_key
 
 
@@ -212,9 +212,9 @@ def check_fields(work: Batch, model: nn.Module, taken: Sequence[str] | None, *, 
     if unknown:
         takes = f"{type(model).__name__} takes {', '.join(taken or ()) or 'nothing'}"
         instead = _INSTEAD_BESIDE_LOSS_FN if own_loss and unknown[0] in _INSTEAD_BESIDE_LOSS_FN else _INSTEAD
-        raise SpecError(
-            f"the model would be called with {unknown[0]!r}, but {takes}: {instead.get(unknown[0], 'leave it out')}"
-        )
+        hint = did_you_mean(unknown[0], taken or ())
+        advice = instead.get(unknown[0], f"leave it out.{hint}" if hint else "leave it out")
+        raise SpecError(f"the model would be called with {unknown[0]!r}, but {takes}: {advice}")
 
 
 def takes_cache(model: nn.Module) -> bool:
@@ -251,10 +251,11 @@ def loss_of(output: Any, batch: Batch, loss_fn: Callable[[Any, Any], Tensor] | N
 
 
 def _without_padding(ids: Tensor, mask: object) -> Tensor:
-    """Return ids as labels; tokens hidden by ``attention_mask`` ``b s`` are ignored."""
+    """Return ids as labels, int64; tokens hidden by ``attention_mask`` ``b s`` are ignored."""
+    labels = ids.long()
     if isinstance(mask, Tensor) and mask.shape == ids.shape:
-        return ids.masked_fill(mask == 0, IGNORE_INDEX)
-    return ids
+        return labels.masked_fill(mask == 0, IGNORE_INDEX)
+    return labels
 
 
 def _check_ids(ids: Any) -> None:

@@ -180,7 +180,7 @@ def scheduler_of(factory: object, optimizer: torch.optim.Optimizer | None) -> Sc
     if factory is None or optimizer is None:
         return None
     if not callable(factory):
-        raise SpecError(f"lr_scheduler={factory!r}: {_SCHEDULER}")
+        raise SpecError(f"lr_scheduler={factory!r}: give {_SCHEDULER}")
     try:
         made = factory(optimizer)
     except (TypeError, ValueError) as error:

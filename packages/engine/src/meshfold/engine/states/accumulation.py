@@ -167,7 +167,10 @@ class Accumulation:
         if optimizer is None:
             raise TrainingError(_NO_OPTIMIZER)
         if not self.backwards:
-            raise TrainingError("step() without a backward() since the last step: there are no gradients")
+            raise TrainingError(
+                "step() without a backward() since the last step: there are no gradients. Call engine.backward(loss) in place of "
+                "loss.backward()"
+            )
         self._shown.check_unchanged()
         if self._weights is not None:
             self._weights.close()

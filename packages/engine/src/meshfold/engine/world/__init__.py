@@ -193,7 +193,9 @@ def _device(device: torch.device | str | None) -> torch.device | None:
     try:
         place = torch.device(device)
     except (RuntimeError, TypeError) as error:
-        raise SpecError(f"device={device!r}: {error}. Write 'cpu', 'cuda' or 'cuda:0', or leave it out") from error
+        raise SpecError(
+            f"device={device!r} is not a device of torch: write 'cpu', 'cuda' or 'cuda:0', or leave it out"
+        ) from error
     if place.type == "cuda" and (place.index or 0) >= torch.cuda.device_count():
         found = torch.cuda.device_count()
         raise SpecError(f"device={device!r}: torch sees {found or 'no'} GPUs. Write 'cpu', or leave it out")

@@ -105,6 +105,12 @@ class ParallelSpec:
         }  # axes whose entry has another name
         sizes = " × ".join(f"{entries.get(name, name)}={size}" for name, size in shown.items())
         problem = f"{written}: {sizes} makes {self.world_size} ranks, but the world size is {total}"
+        if total == 1:  # most often a script that was started as python script.py
+            given = [*(["data"] if self.axes["data"] > 1 else []), *self._split]
+            raise SpecError(
+                f"{problem}. Start {self.world_size} processes, as with 'meshfold run --ranks {self.world_size} SCRIPT.py' or "
+                f"torchrun, or leave {join_choices(given, 'and')} out."
+            )
         if total % rest == 0:
             raise SpecError(
                 f"{problem}. Write data={total // rest}, leave it out, or start {self.world_size} processes."
@@ -116,10 +122,15 @@ class ParallelSpec:
             f"{problem}, and {rest} does not divide {total}. Start {fitting} processes, or {self._smaller(total)}."
         )
 
+    @property
+    def _split(self) -> dict[str, int]:
+        """Ranks of each entry, other than data, that has several."""
+        entries = {name: getattr(self, name) for name in ("pipeline", "sequence", "tensor", "axial")}
+        return {name: entry.size for name, entry in entries.items() if entry is not None and entry.size > 1}
+
     def _smaller(self, total: int) -> str:
         """Return advice on sizes of the entries other than data that make ``total`` ranks."""
-        entries = {name: getattr(self, name) for name in ("pipeline", "sequence", "tensor", "axial")}
-        split = {name: entry.size for name, entry in entries.items() if entry is not None and entry.size > 1}
+        split = self._split
         names = join_choices(split, "and")
         ranks = math.prod(split.values())
         now = f"{names} {'together ' if len(split) > 1 else ''}{{}} ranks instead of {ranks}"
