@@ -342,7 +342,7 @@ def suggest_change(
             least = next(n for n in splits if n == splits[-1] or helps(found.spec, blocks, accumulate * n))
             return f"With --accumulate {accumulate * least}{also} it fits"
         tried += [f"--accumulate {accumulate * splits[-1]}{also}"] * (fitting is False)
-    beside = f" ({', '.join(tried)} would not do)" if tried else ""
+    beside = f" ({', '.join(tried)} would not be enough)" if tried else ""
     return f"Split it over more ranks, take fewer tokens at once, or give it a larger device{beside}"
 
 
