@@ -6,6 +6,7 @@ import warnings
 from typing import Any
 
 from meshfold.zero_gemini import moved
+from meshfold.zero_gemini.auto_placement import AutoPlacement, carry_out
 from meshfold.zero_gemini.chunks.chunk import Chunk
 from meshfold.zero_gemini.chunks.chunk_size import ChunkSearch, search_chunk_size
 from meshfold.zero_gemini.chunks.layout import ChunkLayout, Item, lay_out
@@ -39,6 +40,7 @@ def __getattr__(name: str) -> Any:
 
 
 __all__ = [
+    "AutoPlacement",
     "BackwardRole",
     "CPUAdam",
     "Chunk",
@@ -60,6 +62,7 @@ __all__ = [
     "PlacementRule",
     "ShardedInit",
     "Shares",
+    "carry_out",
     "check_transition",
     "in_turn",
     "lay_out",

@@ -9,9 +9,9 @@ from typing import Any
 from torch import nn
 
 from meshfold.engine.world import World
-from meshfold.engine.zero.memory import free_host_bytes, ranks_per_host, resident_bytes
+from meshfold.engine.zero.memory import free_host_bytes, ranks_per_host
 from meshfold.engine.zero.plan import plan_for
-from meshfold.engine.zero.watching import Watcher, as_words, of_words, worst
+from meshfold.engine.zero.watching import Watcher
 from meshfold.mesh.collectives import all_gather_object
 from meshfold.mesh.collectives.push import channel_bytes
 from meshfold.mesh.spec import ZeroSpec
@@ -20,6 +20,8 @@ from meshfold.zero_gemini.machine_rates import (
     UNLIMITED_BYTES,
     available_device_bytes,
     measure_machine,
+    resident_bytes,
+    slowest,
     with_observed_rates,
 )
 from meshfold.zero_gemini.optimizer import SPECULATE_AFTER_STEPS, StepKind, StepTiming
@@ -35,7 +37,7 @@ from meshfold.zero_gemini.planner import (
     evaluate_placement,
     recost,
 )
-from meshfold.zero_gemini.profiler import ChunkUse, PhaseSeconds, Trace, workload_of
+from meshfold.zero_gemini.profiler import ChunkUse, PhaseSeconds, Trace, workload_of, worst_trace
 
 MARGIN = 0.03
 """Share of the device's limit that is left to the allocator's gaps."""
@@ -92,13 +94,13 @@ class MeasuredPlans:
         }
         machine = with_observed_rates(machine, self._regime, timings)
         told = all_gather_object(
-            [as_words(worst(watcher.traces, seconds=min)), asdict(machine)],
+            [worst_trace(watcher.traces, seconds=min).to_json(), asdict(machine)],
             world.stage_group,
             world.device,
         )
         # All ranks of a stage must make the same plan, so plan for the worst of them.
-        trace = worst([of_words(words) for words, _ in told])
-        machine = _slowest(machine, [entry for _, entry in told])
+        trace = worst_trace([Trace.from_json(words) for words, _ in told])
+        machine = slowest(machine, [entry for _, entry in told])
         common: dict[str, Any] = dict(
             name=type(self._model).__name__,
             regime=self._regime,
@@ -155,7 +157,7 @@ class MeasuredPlans:
             forward, backward = (max(seconds) for seconds in zip(*spent, strict=True))
             kept = [layer.name for layer in made.layers if layer.kept]
             workload = workload.taking(forward=forward, backward=backward, kept=kept)
-        return recost(made, workload, _slowest(machine, [entry for _, entry, _ in told]))
+        return recost(made, workload, slowest(machine, [entry for _, entry, _ in told]))
 
     def _has_room_for_copies(self, made: Plan) -> bool:
         """Return True if the host has memory for second copies of its chunks, which are optional.
@@ -216,12 +218,6 @@ class MeasuredPlans:
 def expecting_alike(workload: Workload) -> Workload:
     """Return the same for steps whose gradient factor is expected to stay the same, so that they may be speculative."""
     return replace(workload, strategies=(SPLIT_STEP, SPECULATIVE_STEP), clip_probability=0.0)
-
-
-def _slowest(machine: Machine, told: Sequence[Mapping[str, Any]]) -> Machine:
-    """Return a machine with the minimum of each rate over the ranks of a stage."""
-    numbers = [key for key, value in asdict(machine).items() if isinstance(value, int | float)]
-    return replace(machine, **{key: min(entry[key] for entry in told) for key in numbers})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import linecache
 import re
-import resource
 import traceback
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -23,15 +22,6 @@ from meshfold.zero_gemini import OutOfBudget
 
 PROCESS_BYTES = 5 * 2**28
 """What a process has of the host's memory besides a model: Python, torch and CUDA (measured: 1.2 to 1.3 GiB)."""
-
-
-def resident_bytes() -> int:
-    """Return the host memory that this process uses; 0 where the system does not say."""
-    try:
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-    except OSError:
-        return 0
-    return pages * resource.getpagesize()
 
 
 def free_host_bytes() -> int:

@@ -9,11 +9,16 @@ from pathlib import Path
 import torch
 
 from meshfold.engine.precision import Precision
-from meshfold.engine.zero.memory import PROCESS_BYTES, resident_bytes
+from meshfold.engine.zero.memory import PROCESS_BYTES
 from meshfold.mesh import Group, SpecError, all_reduce
 from meshfold.mesh.spec import ZeroSpec
 from meshfold.zero_gemini import MemoryPlanError, ParameterBudget, PlacementRule, Shares
-from meshfold.zero_gemini.machine_rates import UNLIMITED_BYTES, available_device_bytes, available_host_bytes
+from meshfold.zero_gemini.machine_rates import (
+    UNLIMITED_BYTES,
+    available_device_bytes,
+    available_host_bytes,
+    resident_bytes,
+)
 from meshfold.zero_gemini.nvme import free_bytes
 from meshfold.zero_gemini.planner import (
     REGIMES,
@@ -21,17 +26,13 @@ from meshfold.zero_gemini.planner import (
     Plan,
     Regime,
     Workload,
+    automatic,
     const,
     cpu,
     cuda,
-    on_device,
-    plan,
     static,
 )
 from meshfold.zero_gemini.planner import Machine as Rates
-
-NEAR = 1.05
-"""How much longer a step with everything on the device may take than the fastest plan."""
 
 
 def regime_of(spec: ZeroSpec, precision: Precision, *, accumulation: int, ranks: int, moments: int = 2) -> Regime:
@@ -72,21 +73,12 @@ def regime_of(spec: ZeroSpec, precision: Precision, *, accumulation: int, ranks:
 def plan_for(spec: ZeroSpec, workload: Workload, rates: Rates, limits: Limits) -> Plan:
     """Return the plan that a spec's placement asks for.
 
-    ``auto`` keeps everything on the device where that fits and no other plan is faster by more than a twentieth. Stepping a few
-    chunks on the host saves a little of the device's time, but only while nothing disturbs the host. Of the activations that
-    may be recomputed as many are kept there as fit.
-
     Raises:
         MemoryPlanError: if it does not fit; it says the least that would.
         SpecError: for shares that cannot be.
     """
     if spec.placement == "auto":
-        found = plan(workload, rates, limits)
-        try:
-            simple = on_device(workload, rates, limits)
-        except MemoryPlanError:
-            return found
-        return replace(simple, policy="auto") if simple.seconds <= NEAR * found.seconds else found
+        return automatic(workload, rates, limits)
     if spec.placement == "static":
         optimizer, parameters = _fixed_shares(spec)
         return static(workload, rates, limits, offload_optim_frac=optimizer, offload_param_frac=parameters)

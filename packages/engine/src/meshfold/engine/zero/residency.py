@@ -27,7 +27,6 @@ from meshfold.engine.zero.memory import (
     describe_shortage,
     is_out_of_memory,
     largest_output,
-    resident_bytes,
     shortage_remedy,
 )
 from meshfold.engine.zero.watching import Measured, Watcher, typical_timings
@@ -41,11 +40,12 @@ from meshfold.zero_gemini import (
     MemoryPlanError,
     MemoryTier,
     OutOfBudget,
+    carry_out,
     check_transition,
 )
-from meshfold.zero_gemini.machine_rates import UNLIMITED_BYTES
+from meshfold.zero_gemini.machine_rates import UNLIMITED_BYTES, resident_bytes
 from meshfold.zero_gemini.optimizer import StepKind, StepTiming
-from meshfold.zero_gemini.planner import SPECULATIVE_STEP, SPLIT_STEP, SPLIT_STEP_ON_DEVICE, Plan, Regime
+from meshfold.zero_gemini.planner import SPLIT_STEP, Plan, Regime
 
 WATCHED_STEPS = 2
 CORRECTED_AFTER = 6
@@ -371,26 +371,7 @@ class Residency:
         self._watcher.times.clear()
         self._timings.clear()
         self._peak_gpu = self._peak_host = 0
-        chunks = self._gemini.chunks
-        self._gemini.stream_on_gpu(False)
-        self._gemini.step_speculatively(False)
-        if self._spec.placement == "auto":  # other policies have placed the chunks
-            self._gemini.move(
-                {
-                    chunks[int(made.name)]: ChunkPlacement(
-                        parameters=_PLACES[made.parameters], state=_PLACES[made.state]
-                    )
-                    for made in plan.chunks
-                }
-            )
-        passes = plan.machine.gpu_streaming > 0 and any(made.state == "host" for made in plan.chunks)
-        self._gemini.stream_on_gpu(passes, halves=plan.strategy == SPLIT_STEP_ON_DEVICE)
-        self._gemini.step_speculatively(plan.strategy == SPECULATIVE_STEP)
-        limit = plan.limits.gpu_bytes
-        if self._world.device.type == "cpu" and limit is not None:  # nothing else enforces the limit
-            self._gemini.memory.compute.budget_bytes = limit - min(plan.workload.non_model_bytes)
-        if self._world.device.type == "cuda":
-            torch.cuda.empty_cache()
+        carry_out(self._gemini, plan, moves=self._spec.placement == "auto")  # other policies have placed the chunks
 
     def _correct(self) -> None:
         """Plan again with rates measured in the plan's first steps. Chunks move only if that is faster."""
@@ -437,6 +418,3 @@ class Residency:
         torch.cuda.empty_cache()
         if self._world.mesh.rank == 0:
             warnings.warn(f"{error} Everything movable is now off the device.", stacklevel=6)
-
-
-_PLACES: dict[str, MemoryTier] = {"gpu": "device", "host": "host", "disk": "disk", "none": "host"}

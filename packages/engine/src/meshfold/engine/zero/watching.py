@@ -6,9 +6,9 @@ Before there is a plan, unit by unit; under it, how long compute takes all in al
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
@@ -27,8 +27,6 @@ from meshfold.zero_gemini.profiler import (
     PhaseSeconds,
     StepTracer,
     Trace,
-    TracedLayer,
-    TracedMoment,
     WallClock,
     peak_of,
 )
@@ -166,56 +164,3 @@ def _uncompiled() -> Iterator[None]:
         return
     with torch.compiler.set_stance("force_eager"):
         yield
-
-
-def as_words(trace: Trace) -> dict[str, Any]:
-    """Convert a trace to plain JSON values."""
-    return {
-        "moments": [asdict(moment) for moment in trace.moments],
-        "layers": [asdict(x) for x in trace.layers],
-    }
-
-
-def of_words(words: dict[str, Any]) -> Trace:
-    """Convert plain JSON values to a trace: the inverse of :func:`as_words`."""
-    return Trace(
-        moments=tuple(TracedMoment(**moment) for moment in words["moments"]),
-        layers=tuple(TracedLayer(**layer) for layer in words["layers"]),
-    )
-
-
-def worst(traces: Sequence[Trace], *, seconds: Callable[[list[float]], float] = max) -> Trace:
-    """Return the worst case of several traces of one step: at every timestep the most bytes, and the most or the least seconds.
-
-    Traces with other moments than the first's have only their peak in common with it. Layers are those that all of the
-    others saw recomputed.
-    """
-    first = traces[0]
-    alike = [trace for trace in traces if trace.order == first.order]
-    peak = max((trace.peak_bytes for trace in traces if trace.order != first.order), default=0)
-    moments = []
-    for i, moment in enumerate(first.moments):
-        same = [trace.moments[i] for trace in alike]
-        moments.append(
-            replace(
-                moment,
-                non_model_bytes=max([peak, *(m.non_model_bytes for m in same)]),
-                left_bytes=max(m.left_bytes for m in same),
-                seconds=seconds([m.seconds for m in same]),
-            )
-        )
-    layers = []
-    for layer in first.layers:
-        found = [x for trace in alike for x in trace.layers if x.name == layer.name]
-        if len(found) == len(alike):
-            layers.append(
-                replace(
-                    layer,
-                    kept_bytes=max(x.kept_bytes for x in found),
-                    seconds=seconds([x.seconds for x in found]),
-                    first=min(x.first for x in found),
-                    last=max(x.last for x in found),
-                    before_bytes=max(x.before_bytes for x in found),
-                )
-            )
-    return Trace(moments=tuple(moments), layers=tuple(layers))

@@ -8,6 +8,8 @@ from meshfold.zero_gemini.machine_rates.samples import (
     available_host_bytes,
     measure_machine,
     measure_rank_rates,
+    resident_bytes,
+    slowest,
     with_observed_rates,
 )
 
@@ -17,5 +19,7 @@ __all__ = [
     "available_host_bytes",
     "measure_machine",
     "measure_rank_rates",
+    "resident_bytes",
+    "slowest",
     "with_observed_rates",
 ]

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 import os
+import resource
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -338,6 +340,21 @@ def available_host_bytes() -> int:
 
 ENOUGH_ELEMS = 2**24
 """Least number of stepped elements that shows a memory rate; fewer show the cost of a call instead."""
+
+
+def resident_bytes() -> int:
+    """Return the host memory that this process uses; 0 where the system does not say."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except OSError:
+        return 0
+    return pages * resource.getpagesize()
+
+
+def slowest(machine: Machine, told: Sequence[Mapping[str, Any]]) -> Machine:
+    """Return a machine with the minimum of each rate over ranks; ``told``: their machines as dicts."""
+    numbers = [key for key, value in asdict(machine).items() if isinstance(value, int | float)]
+    return replace(machine, **{key: min(entry[key] for entry in told) for key in numbers})
 
 
 def with_observed_rates(

@@ -22,6 +22,7 @@ from meshfold.zero_gemini.planner.options import (
     STRATEGIES,
 )
 from meshfold.zero_gemini.planner.policies import (
+    automatic,
     const,
     cpu,
     cuda,
@@ -60,6 +61,7 @@ __all__ = [
     "Regime",
     "Term",
     "Workload",
+    "automatic",
     "chrome_trace",
     "const",
     "cpu",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from math import ceil
 
 import numpy as np
@@ -28,6 +29,8 @@ from meshfold.zero_gemini.planner.result import Plan, build, canonical, options_
 from meshfold.zero_gemini.planner.search import Best, exhaustive_search, search
 from meshfold.zero_gemini.planner.workload import Limits, Workload
 
+NEAR = 1.05
+"""How much longer a step with everything on the device may take than the fastest plan."""
 MOST_PLANS = 10**9
 """Up to this many are examined one by one."""
 
@@ -40,6 +43,23 @@ def plan(workload: Workload, machine: Machine, limits: Limits | None = None) -> 
     """
     case = _case(workload, machine, limits)
     return _plan(case, search(case))
+
+
+def automatic(workload: Workload, machine: Machine, limits: Limits | None = None) -> Plan:
+    """Return everything on the device where that fits and no other plan is faster by more than a twentieth, else :func:`plan`.
+
+    Stepping a few chunks on the host saves a little of the device's time, but only while nothing disturbs the host. Of the
+    activations that may be recomputed as many are kept on the device as fit.
+
+    Raises:
+        MemoryPlanError: if nothing fits; it says the least that would.
+    """
+    found = plan(workload, machine, limits)
+    try:
+        simple = on_device(workload, machine, limits)
+    except MemoryPlanError:
+        return found
+    return replace(simple, policy="auto") if simple.seconds <= NEAR * found.seconds else found
 
 
 def exhaustive(workload: Workload, machine: Machine, limits: Limits | None = None) -> Plan:

@@ -21,7 +21,7 @@ from meshfold.zero_gemini.profiler.clocks import (
 )
 from meshfold.zero_gemini.profiler.layers import LayerWatch
 from meshfold.zero_gemini.profiler.live import CudaBytes, MemoryProbe, peak_of
-from meshfold.zero_gemini.profiler.moments import Trace, TracedLayer, TracedMoment
+from meshfold.zero_gemini.profiler.moments import Trace, TracedLayer, TracedMoment, worst_trace
 from meshfold.zero_gemini.profiler.tracer import StepTracer
 from meshfold.zero_gemini.profiler.workload import ChunkUse, chunk_uses, workload_of
 
@@ -44,4 +44,5 @@ __all__ = [
     "chunk_uses",
     "peak_of",
     "workload_of",
+    "worst_trace",
 ]

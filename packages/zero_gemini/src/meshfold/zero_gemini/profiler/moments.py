@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,3 +75,52 @@ class Trace:
     def order(self) -> tuple[str, ...]:
         """Names of the units, as they were entered."""
         return tuple(moment.unit for moment in self.moments)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as plain JSON values."""
+        return {"moments": [asdict(moment) for moment in self.moments], "layers": [asdict(one) for one in self.layers]}
+
+    @classmethod
+    def from_json(cls, words: dict[str, Any]) -> Trace:
+        """Inverse of :meth:`to_json`."""
+        return cls(
+            moments=tuple(TracedMoment(**moment) for moment in words["moments"]),
+            layers=tuple(TracedLayer(**layer) for layer in words["layers"]),
+        )
+
+
+def worst_trace(traces: Sequence[Trace], *, seconds: Callable[[list[float]], float] = max) -> Trace:
+    """Return the worst case of several traces of one step: at every timestep the most bytes, and the most or the least seconds.
+
+    Traces with other moments than the first's have only their peak in common with it. Layers are those that all of the
+    others saw recomputed.
+    """
+    first = traces[0]
+    alike = [trace for trace in traces if trace.order == first.order]
+    peak = max((trace.peak_bytes for trace in traces if trace.order != first.order), default=0)
+    moments = []
+    for i, moment in enumerate(first.moments):
+        same = [trace.moments[i] for trace in alike]
+        moments.append(
+            replace(
+                moment,
+                non_model_bytes=max([peak, *(m.non_model_bytes for m in same)]),
+                left_bytes=max(m.left_bytes for m in same),
+                seconds=seconds([m.seconds for m in same]),
+            )
+        )
+    layers = []
+    for layer in first.layers:
+        found = [x for trace in alike for x in trace.layers if x.name == layer.name]
+        if len(found) == len(alike):
+            layers.append(
+                replace(
+                    layer,
+                    kept_bytes=max(x.kept_bytes for x in found),
+                    seconds=seconds([x.seconds for x in found]),
+                    first=min(x.first for x in found),
+                    last=max(x.last for x in found),
+                    before_bytes=max(x.before_bytes for x in found),
+                )
+            )
+    return Trace(moments=tuple(moments), layers=tuple(layers))

@@ -284,6 +284,11 @@ class ChunkedModel(ParameterValues):
         """Placement of each chunk."""
         return dict(self._residents.placements)
 
+    @property
+    def stage(self) -> int:
+        """Stage of ZeRO: 1, 2 or 3."""
+        return self._stage
+
     def uses(self) -> list[ChunkUse]:
         """Return the chunks, in the order of ``chunks``, with the units that use them: the input of the planner."""
         chunks = (

@@ -1,0 +1,257 @@
+"""Automatic placement of a model's chunks in a training loop of one's own: trace two steps, plan, move, correct.
+
+:mod:`meshfold.engine` does the same for its train step, and adds what only it knows: pipelines, recomputed blocks, a retry of
+steps that ran out of memory.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, replace
+from statistics import median
+
+import torch
+from torch import nn
+
+from meshfold.mesh import Mesh, SpecError
+from meshfold.mesh.collectives import all_gather_object
+from meshfold.mesh.model_io import LiveBytes
+from meshfold.zero_gemini.chunks.placement import ChunkPlacement
+from meshfold.zero_gemini.gemini import Gemini
+from meshfold.zero_gemini.machine_rates import (
+    available_device_bytes,
+    measure_machine,
+    resident_bytes,
+    slowest,
+    with_observed_rates,
+)
+from meshfold.zero_gemini.memory.arena import MemoryTier
+from meshfold.zero_gemini.planner import (
+    REGIMES,
+    SPECULATIVE_STEP,
+    SPLIT_STEP_ON_DEVICE,
+    Limits,
+    Machine,
+    Plan,
+    Regime,
+    Workload,
+    automatic,
+    recost,
+)
+from meshfold.zero_gemini.profiler import (
+    CudaBytes,
+    CudaClock,
+    StepTracer,
+    Trace,
+    WallClock,
+    peak_of,
+    workload_of,
+    worst_trace,
+)
+
+TRACED_STEPS = 2
+"""Steps that are traced: the first also pays for one-time work of the process."""
+CORRECTED_AFTER = 6
+"""Steps under a plan until it is corrected. The first two are not representative: one follows a step before the plan, the
+other takes memory for the first time."""
+WORTH_MOVING = 0.97
+"""Chunks move once more if another plan takes at most this fraction of a step's seconds."""
+RESERVE = 0.03
+"""Share of a GPU that is left to the allocator's gaps."""
+_TIERS: dict[str, MemoryTier] = {"gpu": "device", "host": "host", "disk": "disk", "none": "host"}
+
+
+def carry_out(gemini: Gemini, plan: Plan, *, moves: bool = True) -> None:
+    """Move chunks to a plan's placements, and let steps stream on the GPU or be speculative as the plan says.
+
+    All ranks must call, between two steps, with the same plan. The training keeps its bits.
+
+    Args:
+        gemini: holds the model that the plan is of; the plan's chunks are named by their numbers.
+        plan: the plan.
+        moves: False: other code has placed the chunks.
+    """
+    chunks = gemini.chunks
+    gemini.stream_on_gpu(False)
+    gemini.step_speculatively(False)
+    if moves:
+        gemini.move(
+            {
+                chunks[int(one.name)]: ChunkPlacement(parameters=_TIERS[one.parameters], state=_TIERS[one.state])
+                for one in plan.chunks
+            }
+        )
+    streams = plan.machine.gpu_streaming > 0 and any(one.state == "host" for one in plan.chunks)
+    gemini.stream_on_gpu(streams, halves=plan.strategy == SPLIT_STEP_ON_DEVICE)
+    gemini.step_speculatively(plan.strategy == SPECULATIVE_STEP)
+    limit, device = plan.limits.gpu_bytes, gemini.memory.device
+    if device.type == "cpu" and limit is not None:  # nothing else enforces the limit
+        gemini.memory.compute.budget_bytes = limit - min(plan.workload.non_model_bytes)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+class AutoPlacement:
+    """Chooses the placement of a model's chunks from its first steps::
+
+        auto = AutoPlacement(model, gemini, mesh, limits=Limits(gpu_bytes=24 * GiB))
+        for batch in batches:
+            with auto.watching():
+                gemini.begin(last=True)
+                loss_of(model(batch)).backward()
+            gemini.clip(1.0)
+            gemini.step()
+            auto.stepped()
+
+    Losses are those without it, bit for bit. All ranks must make the same calls.
+
+    Attributes:
+        plan: the plan in effect; None before the first.
+        moves: number of times that a plan was carried out.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        gemini: Gemini,
+        mesh: Mesh,
+        *,
+        limits: Limits | None = None,
+        regime: str = "A",
+        accumulation: int = 1,
+        tokens: int = 1,
+        disk: str | None = None,
+    ) -> None:
+        """Args:
+            model: the model that is trained, not compiled yet: traced steps run operator by operator.
+            gemini: holds it.
+            mesh: its ranks.
+            limits: bytes that a rank's device, a host and its disk may be filled to; None: all that the machine has, without disk.
+            regime: how Adam keeps its state, ``"A"``, ``"B"`` or ``"C"``; float32 and float16 models have their own.
+            accumulation: micro-steps of an optimizer step.
+            tokens: of a rank in a step, for the tables.
+            disk: folder of the optimizer state on disk, as given to ``Gemini``.
+
+        Raises:
+            SpecError: for an unknown regime.
+        """
+        if regime not in ("A", "B", "C"):
+            raise SpecError(f"regime={regime!r}: write 'A', 'B' or 'C'")
+        self._model, self._gemini, self._accumulation, self._tokens = model, gemini, accumulation, tokens
+        self._everyone, self._device = mesh.group(*mesh.names), gemini.memory.device
+        self._limits, self._disk = limits or Limits(), disk
+        self._data_ranks = max(chunk.group.size for chunk in gemini.chunks)
+        self._regime = self._bytes_of(regime)
+        self._traces: list[Trace] = []
+        self._traced = False  # in this optimizer step
+        self._began = 0.0
+        self._took: list[float] = []
+        self.plan: Plan | None = None
+        self.moves = 0
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Context manager around a micro-step's forward and backward; traced if it is the first of a step before the plan."""
+        self._began = self._began or time.perf_counter()
+        if self.plan is not None or self._traced:
+            yield
+            return
+        clock = CudaClock(self._device) if self._device.type == "cuda" else WallClock()
+        memory = LiveBytes()
+        if self._device.type == "cuda":
+            memory = CudaBytes(self._device, model_bytes=peak_of(self._gemini.memory.compute))  # type: ignore[assignment]
+        with ExitStack() as stack:
+            tracer = StepTracer(self._model, memory=memory, clock=clock)
+            stack.enter_context(self._gemini.memory.waiting.watched(tracer.waiting))
+            stack.enter_context(tracer)
+            yield
+        self._traces.append(tracer.trace())
+        self._traced = True
+
+    def stepped(self) -> None:
+        """Plan once two steps were traced, and correct the plan by its first steps. Call it after each optimizer step.
+
+        Raises:
+            MemoryPlanError: if no placement is within the limits; it names the smallest limit that would work.
+        """
+        took, self._began, self._traced = time.perf_counter() - self._began, 0.0, False
+        timings = self._gemini.take_step_timings()
+        if self.plan is None:
+            if len(self._traces) >= TRACED_STEPS:
+                self._carry_out(automatic(*self._problem(), self._within))
+            return
+        self._took.append(took)
+        if len(self._took) == CORRECTED_AFTER and self.moves == 1:
+            seen = self._agreed(with_observed_rates(self.plan.machine, self._regime, timings))
+            known = recost(self.plan, self.plan.workload, seen)
+            found = automatic(known.workload, seen, self._within)
+            self.plan = known
+            if found.seconds < WORTH_MOVING * known.seconds:
+                self._carry_out(found)
+
+    @property
+    def seconds(self) -> float | None:
+        """The median seconds of a step under the plan; None until there were three."""
+        return median(self._took[2:]) if len(self._took) > 2 else None
+
+    @property
+    def _within(self) -> Limits:
+        limits = self._limits
+        if self._disk is None and limits.disk_bytes is None:
+            limits = replace(limits, disk_bytes=0)
+        if self._device.type == "cuda" and limits.gpu_bytes is None:
+            limits = replace(limits, gpu_bytes=int(available_device_bytes(self._device) * (1.0 - RESERVE)))
+        return limits
+
+    def _carry_out(self, plan: Plan) -> None:
+        self.plan, self.moves = plan, self.moves + 1
+        self._took.clear()
+        carry_out(self._gemini, plan)
+
+    def _agreed(self, machine: Machine) -> Machine:
+        told = all_gather_object(asdict(machine), self._everyone, self._device)
+        return slowest(machine, told)
+
+    def _problem(self) -> tuple[Workload, Machine]:
+        """Return the workload and the machine's rates, the same on all ranks: those of the slowest."""
+        machine = replace(
+            measure_machine(self._device, everyone=self._everyone, disk=self._disk, regime=self._regime.name),
+            gpu_bytes=available_device_bytes(self._device),
+        )
+        mine = worst_trace(self._traces, seconds=min).to_json()
+        told = all_gather_object(mine, self._everyone, self._device)
+        ranks = self._everyone.size
+        workload = workload_of(
+            worst_trace([Trace.from_json(words) for words in told]),
+            self._gemini.uses(),
+            name=type(self._model).__name__,
+            regime=self._regime,
+            tokens=self._tokens,
+            stage=self._gemini.stage,
+            accumulation=self._accumulation,
+            data_ranks=self._data_ranks,
+            ranks_per_host=min(ranks, torch.cuda.device_count() or ranks),
+            host_base_bytes=max(0, resident_bytes() - self._gemini.memory.host_arena.used_bytes),
+            clipping=self._gemini.holds_gradients,
+        )
+        bases = all_gather_object(workload.host_base_bytes, self._everyone, self._device)
+        return replace(workload, host_base_bytes=max(bases)), self._agreed(machine)
+
+    def _bytes_of(self, regime: str) -> Regime:
+        """Return the bytes that an element takes; gradients that several ranks or micro-steps add up are in the masters' dtype."""
+        chunk = self._gemini.chunks[0]
+        names = {torch.float32: "fp32", torch.float64: "fp32", torch.float16: "fp16"}
+        found = REGIMES[names.get(chunk.dtype, regime)]
+        width = chunk.dtype.itemsize
+        if self._data_ranks > 1 or self._accumulation > 1:
+            width = self._gemini.master_dtype(chunk.parameters[0]).itemsize
+        more = width - found.gradient  # read once in a pass
+        return replace(
+            found,
+            gradient=width,
+            step=found.step + more,
+            first_pass=found.first_pass + more,
+            second_pass=found.second_pass + more,
+        )
