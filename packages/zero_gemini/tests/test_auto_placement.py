@@ -38,7 +38,9 @@ def parts(mesh: Mesh) -> tuple[nn.Module, Gemini]:
     return model, gemini
 
 
-def train(mesh: Mesh, limits: Limits | None = None, *, accumulation: int = 1) -> tuple[list[float], AutoPlacement | None]:
+def train(
+    mesh: Mesh, limits: Limits | None = None, *, accumulation: int = 1
+) -> tuple[list[float], AutoPlacement | None]:
     """Train some steps, placed automatically if there are limits; return the losses."""
     model, gemini = parts(mesh)
     mine = X.chunk(mesh.size("data"))[mesh.index("data")]
