@@ -70,22 +70,23 @@ def _kind(
     """
     kind: list[object] = [id(kernel), device, *settings, *settings.values()]
     given: list[Any] = []
+    note, give = kind.append, given.append
     for each in arguments:
         of = type(each)
         if of is int:
-            kind.append(_integers.get(each) or _kind_of_integer(each))
-            given.append(each)
+            note(_integers.get(each) or _kind_of_integer(each))
+            give(each)
         elif of is Tensor or isinstance(each, Tensor):
             if not each.is_cuda:  # for Triton to refuse, or to find its address on the device
                 return None
             address = each.data_ptr()
-            kind.append(each.dtype)
-            kind.append(address % 16)
-            given.append(address)
+            note(each.dtype)
+            note(address % 16)
+            give(address)
         elif of is float or of is bool or each is None:
-            kind.append(of)
-            kind.append(None if of is float else each)
-            given.append(each)
+            note(of)
+            note(None if of is float else each)
+            give(each)
         else:
             return None
     return tuple(kind), given
@@ -105,8 +106,9 @@ def _kind_of_integer(number: int) -> str:
 
 def _is_observed() -> bool:
     """Return True while hooks, such as a profiler's, see Triton's launches."""
-    hooks = (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook)
-    return any(hook is not None and getattr(hook, "calls", True) for hook in hooks)
+    enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    seen = enter is not None and getattr(enter, "calls", True)
+    return bool(seen or (leave is not None and getattr(leave, "calls", True)))
 
 
 def _remember(key: tuple[object, ...], kernel: Any, compiled: Any, given: int, settings: Mapping[str, Any]) -> None:

@@ -92,8 +92,13 @@ class Bucket:
             summed, self._pending, self._parts = self._pending.wait(), None, []
             self._summed = summed if self._summed is None else self._summed.add_(summed)
 
-    def add(self, place: int, gradient: Tensor, *, whole: bool = True) -> None:
-        """Add a gradient, summing over micro-steps; ``whole``: no more of it arrives in this backward.
+    def add(self, place: int, gradient: Tensor, *, whole: bool = True) -> bool:
+        """Add a gradient, summing over micro-steps; return True if all gradients of this backward have arrived.
+
+        Args:
+            place: index of its parameter.
+            gradient: whole, or a part of a sum.
+            whole: no more of it arrives in this backward.
 
         Raises:
             TrainingError: if the bucket is already being reduced.
@@ -108,8 +113,10 @@ class Bucket:
         self._waiting[place] = gradient
         if whole:
             self._arrived.add(place)
-        if not whole or self.is_full:
+        full = len(self._arrived) == len(self.targets)
+        if full or not whole:
             self.write()
+        return full
 
     def write(self) -> None:
         """Write the gradients that wait into the buffer, or add them to those of earlier micro-steps."""
@@ -350,11 +357,10 @@ class GradientReducer:
             # A proxy: another owner's backward, while ours is in .grad.
             if me is None or bucket is None or gradient is None or isinstance(gradient, GradientProxy):
                 return
-            if me._listening:
-                bucket.add(place, gradient, whole=not me._several)
+            full = me._listening and bucket.add(place, gradient, whole=not me._several)
             del gradient
             parameter.grad = None
-            if me._last and me._listening:
+            if full and me._last:
                 me._launch_ready()
 
         return arrive

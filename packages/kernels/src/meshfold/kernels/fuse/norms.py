@@ -62,8 +62,10 @@ class Norm:
 
     def takes(self, x: Tensor, parameters: Mapping[str, Tensor | None]) -> bool:
         """Return True for a tensor in the dtype of the parameters: in another dtype the module's own code decides the result's."""
-        own = (parameters[name] for name in (self.weight, self.bias) if name)
-        return all(p is not None and p.dtype == x.dtype for p in own) and not is_autocast(x)
+        weight, bias = parameters[self.weight], parameters[self.bias] if self.bias else None
+        if weight is None or weight.dtype != x.dtype or (self.bias and (bias is None or bias.dtype != x.dtype)):
+            return False
+        return not is_autocast(x)
 
     def _parameters(self, parameters: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | None]:
         weight, bias = parameters[self.weight], parameters[self.bias] if self.bias else None

@@ -107,7 +107,8 @@ def is_watched() -> bool:
 
     It says so with an attribute ``wants_own_operations``.
     """
-    return any(getattr(mode, "wants_own_operations", False) for mode in _get_current_dispatch_mode_stack())
+    modes = _get_current_dispatch_mode_stack()
+    return bool(modes) and any(getattr(mode, "wants_own_operations", False) for mode in modes)
 
 
 def runs_fused(x: Tensor, always: bool) -> bool:

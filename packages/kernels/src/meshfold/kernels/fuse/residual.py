@@ -58,7 +58,7 @@ class _Call:
         finally:
             self._over = True
             for name, value in view.__dict__.items():
-                if name not in before or before[name] is not value:
+                if before.get(name, before) is not value:
                     module.__dict__[name] = results(value)
 
     def waits(self) -> bool:
@@ -104,7 +104,7 @@ class _Child:
             args[0].made(value)
             call.made.append((args[0].leaf, leaf))
         else:
-            result = child(*tensors(args), **tensors(kwargs))
+            result = child(*map(tensors, args), **(tensors(kwargs) if kwargs else kwargs))
         if (call.branches is not None and leaf not in call.branches) or not call.waits():
             return result
         if type(result) is tuple and result and type(result[0]) is Tensor:
@@ -173,7 +173,9 @@ def _forward(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    first = next((each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)), None)
+    first = args[0] if args else None
+    if not isinstance(first, Tensor):
+        first = next((each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)), None)
     checkpoints = module.training and getattr(module, "gradient_checkpointing", False)
     if first is None or not runs_fused(first, always) or checkpoints:
         return forward(module, *args, **kwargs)

@@ -140,6 +140,8 @@ def _versions(*each: Tensor) -> list[int]:
 
 def tensors(given: Any) -> Any:
     """Return arguments with waiting tensors computed, also in tuples, lists and dicts."""
+    if type(given) is Tensor or given is None:
+        return given
     if isinstance(given, Waiting):
         return given.value()
     if type(given) in (tuple, list):
@@ -149,4 +151,8 @@ def tensors(given: Any) -> Any:
 
 def results(given: Any) -> Any:
     """Return results with waiting tensors computed, in any container."""
+    if type(given) is Tensor or given is None:
+        return given
+    if isinstance(given, Waiting):
+        return given.value()
     return tree_map_only(Waiting, lambda each: each.value(), given)
