@@ -75,6 +75,16 @@ def test_replayed_steps_are_those_of_a_plain_run(precision: str) -> None:
         assert torch.equal(plain, replayed)
 
 
+def test_compiled_blocks_are_replayed() -> None:
+    """A U-Net has thousands of kernels also when it is compiled: launching them takes longer than running them."""
+    results = []
+    for settings in (dict(), dict(cuda_graph=True, compile=dict(backend="eager"))):
+        found, engine = trained(gpt(), batches(10)[::2], dict(data=1), precision="fp64", **settings)
+        results.append(found)
+        engine.close()
+    assert results[0] == results[1]
+
+
 def test_inputs_are_copied_and_not_remembered() -> None:
     """A replay with other values gives another loss than the captured batch: nothing of the capture is left in it."""
     work = [dict(input_ids=torch.full((2, 8), word)) for word in (1, 1, 1, 1, 2)]
