@@ -72,6 +72,7 @@ class ChunkSpec:
         size_elems: elements, padding included; ``shards × shard_elems``.
         shard_elems: elements that each rank keeps.
         slots: its parameters, in order and without overlap.
+        names: of its parameters.
     """
 
     index: int
@@ -79,6 +80,10 @@ class ChunkSpec:
     size_elems: int
     shard_elems: int
     slots: tuple[Slot, ...]
+    names: tuple[str, ...] = field(init=False, repr=False, compare=False)  # made once: read for every gradient
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "names", tuple(slot.name for slot in self.slots))
 
     @property
     def used_elems(self) -> int:
@@ -89,11 +94,6 @@ class ChunkSpec:
     def waste_elems(self) -> int:
         """Elements of padding: gaps before aligned slots, and the tail."""
         return self.size_elems - self.used_elems
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Its parameters."""
-        return tuple(slot.name for slot in self.slots)
 
 
 @dataclass(frozen=True, slots=True)
