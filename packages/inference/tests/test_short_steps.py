@@ -34,7 +34,7 @@ def test_short_steps_write_the_same_texts(kind: str, cache: str | None) -> None:
     model = hugging_face(kind) if kind == "mistral" else own("llama", window=5 if kind == "window" else None).eval()
     wanted, none = texts(model, short=False, cache=cache)
     found, shapes = texts(model, short=True, cache=cache)
-    assert found.tokens == wanted.tokens and shapes == {(16, 8)} and not none
+    assert found.tokens == wanted.tokens and shapes == {(16, 1), (16, 8)} and not none
     for mine, theirs in zip(found.logprobs, wanted.logprobs, strict=True):
         assert torch.allclose(torch.tensor(mine), torch.tensor(theirs), atol=1e-5)
 
@@ -94,13 +94,14 @@ def test_steps_of_many_tokens_or_of_long_sequences_are_not_short() -> None:
     def span(start: int, count: int, length: int) -> Span:
         return Span(Request(0, tuple(range(length)), GREEDY), start, count)
 
-    assert short_rows([span(0, 9, 9)], 9) == (16, 8)
+    assert short_rows([span(0, 9, 9)], 9) == (16, 1) and short_rows([span(0, 5, 9)], 5) == (16, 1)
     assert [short_rows([span(0, n, n)], n) for n in (32, 33, 65, 512, 513)] == [
-        (32, 8),
-        (64, 8),
-        (128, 8),
-        (512, 8),
+        (32, 1),
+        (64, 1),
+        (128, 1),
+        (512, 1),
         None,
     ]
+    assert short_rows([span(0, 1, 1)] * 2, 2) == (16, 8)
     assert short_rows([span(0, 1, 1)] * 9, 9) == (16, 64) and short_rows([span(0, 1, 1)] * 65, 65) is None
-    assert short_rows([span(4000, 64, 5000)], 64) == (64, 8) and short_rows([span(4000, 128, 5000)], 128) is None
+    assert short_rows([span(4000, 64, 5000)], 64) == (64, 1) and short_rows([span(4000, 128, 5000)], 128) is None

@@ -24,7 +24,8 @@ Logits = Callable[[Tensor, Tensor, Rows, Tensor], Tensor]
 """ids and positions ``t``, what attention needs of this rank's rows, and the rows that sample -> logits ``samples v``"""
 _LEAST, _UNIT, _MOST = 16, 64, 512
 _MOST_SEEN = 1 << 18
-_SAMPLES = (8, 64)
+_SAMPLES = (1, 8, 64)
+"""Rows that sample, at most. A single one is multiplied with a packed head's codes; for more the head is unpacked."""
 
 
 def short_rows(spans: Sequence[Span], longest: int) -> tuple[int, int] | None:
