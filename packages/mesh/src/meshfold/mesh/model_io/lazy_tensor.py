@@ -40,7 +40,7 @@ class ShardedOutput:
         what: the tensor in words, for messages.
         mesh, axes: over which it is split.
         shape: of the whole.
-        whole: puts it together from this rank's piece; a collective.
+        whole: gathers it from this rank's shard; a collective.
         piece: the adjoint: this rank's piece of the gradient of the whole.
     """
 

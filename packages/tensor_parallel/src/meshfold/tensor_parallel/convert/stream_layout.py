@@ -145,7 +145,7 @@ def mark_gathered(mesh: Mesh, x: Tensor, number: int, axes: Axes, joined: Tensor
     elif repeated and is_whole(dims[number]) and found.records.is_alike(x, number):
         first = Factor(joined.shape[number])
     elif first.split != ALIKE:
-        _refuse_whole(found, x, number, axes, "is given", "puts it together")
+        _refuse_whole(found, x, number, axes, "receives", "gathers it")
     dims[number] = normal((first, *rest))
     found.mark(joined, tuple(dims))
     found.records.sum_over([joined], found.records.summed(x))
@@ -176,7 +176,7 @@ def mark_split(mesh: Mesh, x: Tensor, number: int, axes: Axes, mine: Tensor) -> 
         return mine
     dims = list(found.dims(x))
     if not is_whole(dims[number]):
-        _refuse_whole(found, x, number, axes, "returns", "takes it apart")
+        _refuse_whole(found, x, number, axes, "returns", "splits it")
     dims[number] = block(mine.shape[number], axes, grain=-1)
     found.mark(mine, tuple(dims))
     found.records.sum_over([mine], found.records.summed(x))
@@ -187,7 +187,7 @@ def _refuse_whole(found: Tracker, x: Tensor, number: int, axes: Axes, what: str,
     dim = found.dims(x)[number]
     found.refuse(
         "a module that is kept whole",
-        f"{what} a tensor whose dim {number % x.dim()} {describe(dim)}, and {does} over {', '.join(axes)}",
+        f"{what} a tensor whose dim {number % x.dim()} {describe(dim)}, but {does} over {', '.join(axes)}",
         x,
         axes=(*axes_of(dim), *axes),
     )
