@@ -1,7 +1,7 @@
 """The spec's entry ``axial``: pair and MSA tensors of folding blocks over the ranks of its axes.
 
 Weights are whole on every rank. Those of blocks see blocks of tensors, so their gradients are parts of a sum over the axial
-axes, which is made together with the sum over the data axes: in buckets or chunks, under ZeRO too. What stands around the
+axes, which is made together with the sum over the data axes: in buckets or chunks, under ZeRO too. What is outside the
 blocks sees whole tensors on every axial rank, and its gradients are whole.
 """
 

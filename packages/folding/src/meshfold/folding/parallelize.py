@@ -83,7 +83,7 @@ def parallelize_folding(
 def split_parameters(model: nn.Module) -> dict[str, tuple[nn.Parameter, Axes]]:
     """Return the parameters of split blocks by name, with the axes over which their gradients have to be summed.
 
-    What stands around the blocks sees whole tensors, the last layer of a stack too: its gradients are the same on every rank.
+    What is outside the blocks sees whole tensors, the last layer of a stack too: its gradients are the same on every rank.
     """
     found: dict[str, tuple[nn.Parameter, Axes]] = {}
     for prefix, module in model.named_modules():

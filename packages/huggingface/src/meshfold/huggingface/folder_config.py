@@ -1,4 +1,4 @@
-"""Configurations of Hugging Face folders, which may be foreign: read without running the folder's code."""
+"""Configurations of Hugging Face folders, which anyone may have written: read without running the folder's code."""
 
 from __future__ import annotations
 

@@ -316,7 +316,7 @@ def shard_packed(name: str, packed: PackedWeight, weight: Tensor) -> PackedWeigh
     columns = None if place.segments(mesh, 1) == [(0, k)] else place.coordinates(mesh, 1)
 
     def cut(part: Tensor, per: int) -> Tensor:
-        """Return rows, and columns of which each stands for ``per`` columns of the weight."""
+        """Return rows, and columns that each hold ``per`` columns of the weight."""
         raw = part.view(torch.uint8) if part.is_floating_point() and part.itemsize == 1 else part
         chosen = raw if columns is None or per == k else raw[:, columns[::per] // per]
         found = chosen.new_zeros(rows.shape[0], chosen.shape[1])  # rows that fill up: a scale of 0

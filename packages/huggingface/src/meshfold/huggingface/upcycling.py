@@ -31,7 +31,7 @@ class _Family:
         architecture: its class.
         block: name of the mixture in a layer's files.
         parts: names of gate, up and down of an expert in its files.
-        settings: entries of its ``config.json`` for so many experts, so many a token, and the dense model's inner size.
+        settings: entries of its ``config.json``, from experts, experts of a token, and the dense model's inner size.
     """
 
     kind: str

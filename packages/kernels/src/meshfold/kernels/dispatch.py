@@ -229,7 +229,7 @@ _counted: Counted | None = None
 def count_kernels(counted: Counted) -> Iterator[None]:
     """Context manager: on meta tensors, a function that a GPU has in Triton runs as ``counted(reference)``.
 
-    There the reference's many operators stand for one kernel, which reads its inputs and writes its outputs once.
+    There the reference's many operators represent one kernel, which reads its inputs and writes its outputs once.
 
     Args:
         counted: returns a function that calls the reference and counts it as one.

@@ -197,7 +197,7 @@ class Fp8Casts:
         recipe: scales and formats.
         maximum: maps a block's amax to the whole tensor's.
         dim: c: ``"n"`` for a gradient, which has the recipe's format of gradients.
-        rows: the cast that sums over c, if it is there already.
+        rows: the cast that sums over c, if it exists already.
         """
         self.matrix = matrix
         self._recipe, self._maximum, self._dim = recipe, maximum, dim

@@ -42,7 +42,7 @@ def fp8_gain(n: int, k: int, recipe: Fp8Recipe, tokens: int | None = None, *, sp
     Args:
         n, k: outputs and inputs of the layer on a rank.
         recipe: scales and formats.
-        tokens: on a rank; None: so many that the casts of weights do not count.
+        tokens: on a rank; None: enough that the casts of weights are negligible.
         speeds: of the GPU.
     """
     saved = (6 if recipe.weight_gradient else 4) * n * k * (1 / speeds.bf16 - 1 / speeds.fp8)

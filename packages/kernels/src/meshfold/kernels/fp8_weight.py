@@ -35,7 +35,7 @@ class Fp8Weight:
         cast: :func:`meshfold.kernels.fp8.fp8_cast_weight`, or its compiled version.
         recipe: scales and formats.
         name: of the weight, for messages.
-        present: whether supplied operands are there now, one or both, and the weight itself is not.
+        present: whether supplied operands exist now, one or both, and the weight itself does not.
         readable: whether the operand for y is among them.
     """
 
@@ -129,7 +129,7 @@ class Fp8Weight:
 def fp8_operand(values: Tensor, inverse: Tensor, recipe: Fp8Recipe, behind: Tensor | None = None) -> Fp8Tensor:
     """Return a weight's operand of its parts; values that are a view of the transpose are turned.
 
-    ``behind``: a gradient that is there once the operand may be read. A compiler sees that the operand depends on nothing else
+    ``behind``: a gradient that exists once the operand may be read. A compiler sees that the operand depends on nothing else
     in the backward. It would transpose the operand in the forward, before a gathered one exists.
     """
     if not values.is_contiguous():

@@ -82,7 +82,7 @@ def to_codes(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def of_codes(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return what codes stand for."""
+    """Return the values of codes."""
     return (codes.float() * scale.unsqueeze(-1)).to(dtype)
 
 

@@ -237,7 +237,7 @@ def _largest_code(kept: Tensor) -> float:
 
 
 def _splits(programs: int, tokens: int, like: Tensor) -> int:
-    """Return how many programs share a sequence of at most so many tokens, so that all multiprocessors read."""
+    """Return how many programs share a sequence of at most this many tokens, so that all multiprocessors read."""
     units = torch.cuda.get_device_properties(like.device).multi_processor_count if like.is_cuda else 8
     most = min(max(2 * units // programs, 1), max(tokens // _BLOCK, 1), 64)
     return 1 << (most.bit_length() - 1)

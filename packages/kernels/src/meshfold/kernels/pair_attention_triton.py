@@ -330,7 +330,7 @@ def _rows(x: Tensor) -> tuple[Tensor, tuple[int, int, int]]:
 
 
 def _masks(bias: Tensor | None, key_bias: Tensor | None, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Return bias and key bias contiguous; ``like`` stands for one that is not there."""
+    """Return bias and key bias contiguous; ``like`` replaces a missing one."""
     return (
         like if bias is None else bias.contiguous(),
         like if key_bias is None else key_bias.contiguous(),

@@ -96,7 +96,7 @@ class Segments:
         return self._seen
 
     def of(self, rows: int) -> Segments:
-        """Return the segments of so many rows.
+        """Return the segments of this many rows.
 
         Raises:
             ValueError: for another number of rows than there are, unless there is one.

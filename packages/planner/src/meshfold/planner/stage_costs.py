@@ -148,7 +148,7 @@ def fullest_moment(actions: Sequence[Action], stages: Sequence[StageCosts], grad
     Args:
         actions: the rank's.
         stages: of the whole model, in order.
-        gradients: bytes of the rank's, which are there from the first backward on.
+        gradients: bytes of the rank's, which exist from the first backward on.
     """
     held, there = 0, 0
     most = (0, 0)

@@ -34,7 +34,7 @@ def fixed_bytes(model: nn.Module, kind: str) -> int:
 class StepBytes(LiveBytes):
     """Counts all that is alive beside weights and optimizer state, as the device's allocator would.
 
-    Gradients wait in buckets, which are made when the first gradient of a bucket arrives. Their bytes are told apart.
+    Gradients wait in buckets, which are made when the first gradient of a bucket arrives. Their bytes are counted separately.
     """
 
     def __init__(self, reducer: GradientReducer | None, *, kind: str = "gpu", base_bytes: int = 0) -> None:

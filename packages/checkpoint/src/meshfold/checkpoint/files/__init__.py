@@ -1,4 +1,4 @@
-"""Single files: atomic writes, and reading of foreign ones (JSON, torch's) without running code, with one kind of error."""
+"""Single files: atomic writes, and reading of untrusted ones (JSON, torch's) without running code, with one kind of error."""
 
 from __future__ import annotations
 

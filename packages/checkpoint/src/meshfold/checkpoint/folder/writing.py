@@ -61,7 +61,7 @@ def begin_checkpoint(
     Args:
         target: the checkpoint's folder; it may exist.
         mine: closed when all is done, or has failed.
-        files: names that will be written; foreign files with these names are refused now.
+        files: names that will be written; other programs' files with these names are refused now.
         doing: description of this process for others.
 
     Returns:

@@ -1,7 +1,7 @@
 """A folder with files of tensors: which of its files may be opened, and their paths.
 
-An index, which may be foreign, may only name files of its own folder. A link is followed if it stays within the folder, or within
-a model of the Hugging Face hub's cache, which consists of links.
+An index, which anyone may have written, may only name files of its own folder. A link is followed if it stays within the folder,
+or within a model of the Hugging Face hub's cache, which consists of links.
 """
 
 from __future__ import annotations

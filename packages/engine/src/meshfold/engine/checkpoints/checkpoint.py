@@ -14,7 +14,7 @@ being written and one being gathered. The checkpoint is put in its place once al
 older checkpoint there is kept (:mod:`meshfold.checkpoint.folder.replacement`). Every rank reads, through a memory map, the
 parts of the files that are its own. So all ranks must see the folder.
 
-A save beside the training (:mod:`meshfold.engine.checkpoints.saving`) has the same tensors in rectangles, as each rank
+A save in the background (:mod:`meshfold.engine.checkpoints.saving`) has the same tensors in rectangles, as each rank
 keeps them (:mod:`meshfold.checkpoint.tensors.shard_files`); readers see no difference. ``torch.distributed.checkpoint`` is not
 used for three reasons. Its shards are DTensors or ShardedTensors, which cannot describe a flat run of a fused and padded block.
 It plans by collectives, which could mix with the training's. Its metadata is a pickle. docs/checkpoints.md has the few lines

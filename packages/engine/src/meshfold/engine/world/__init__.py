@@ -273,7 +273,7 @@ def agree(world: World, number: int) -> int:
 
 
 def crossing(mesh: Mesh, axes: Sequence[str], ranks_per_node: int) -> list[str]:
-    """Return the axes along which some group has ranks of several nodes, if nodes have so many consecutive ranks."""
+    """Return the axes along which some group has ranks of several nodes, if a node has this many consecutive ranks."""
     return [
         axis for axis in axes if any(len({rank // ranks_per_node for rank in ranks}) > 1 for ranks in mesh.groups(axis))
     ]

@@ -184,7 +184,7 @@ class MeasuredPlans:
     def plan(self, workload: Workload, machine: Machine, *, shrunk: float) -> Plan:
         """Return the plan that the spec's placement asks for, within its limits and what the machine has.
 
-        ``shrunk``: share of the device's limit that is left free besides the margin.
+        ``shrunk``: share of the device's limit that is left free in addition to the margin.
 
         Raises:
             MemoryPlanError: if there is none.

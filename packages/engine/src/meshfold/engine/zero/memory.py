@@ -43,7 +43,7 @@ def ranks_per_host(world: World) -> int:
 
 
 class Pressure:
-    """Ranks of a stage tell each other after each step that a device is about to run out of memory, before one does.
+    """Ranks of a stage warn each other after each step if a device is about to run out of memory.
 
     A rank that runs out in a forward leaves the others waiting in a collective, which cannot be undone. The answer is looked at
     a step later, when it has long arrived, so no rank waits for it.

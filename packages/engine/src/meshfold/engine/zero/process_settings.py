@@ -105,7 +105,7 @@ _told = ""
 
 
 def _settings() -> str:
-    """Return the settings that the allocator was told last; empty if none."""
+    """Return the settings that the allocator got last; empty if none."""
     ask = getattr(torch._C, "_accelerator_getAllocatorSettings", None)  # not in every torch that we support
     return _told if ask is None else str(ask())
 

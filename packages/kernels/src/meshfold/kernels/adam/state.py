@@ -192,5 +192,5 @@ AdamState = WholeState | SplitState | QuantizedState
 
 
 def zeros(like: Tensor, dtype: torch.dtype, size: int | None = None) -> Tensor:
-    """Return zeros on the device of ``like``, by default as many as it has."""
+    """Return zeros on the device of ``like``, by default with as many elements."""
     return torch.zeros(like.numel() if size is None else size, dtype=dtype, device=like.device)

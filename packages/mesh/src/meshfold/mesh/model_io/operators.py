@@ -76,7 +76,7 @@ class OperatorCounter(TorchDispatchMode):
 
     @contextmanager
     def times(self, number: int) -> Iterator[None]:
-        """Context manager: what runs inside counts as so many runs of it, such as parts of one size. May nest."""
+        """Context manager: what runs inside counts ``n`` times, such as parts of one size. May nest."""
         before, self._times = self._times, number * self._times
         try:
             yield

@@ -75,7 +75,7 @@ class _Proxy(Tensor):
         return owner
 
     def computed(self, func: str) -> Tensor:
-        """Return the tensor that this stands for; ``func`` reads it, for errors."""
+        """Return the tensor that this represents; ``func`` reads it, for errors."""
         raise NotImplementedError
 
 

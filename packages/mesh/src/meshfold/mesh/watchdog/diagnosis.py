@@ -1,4 +1,4 @@
-"""The diagnosis of a call that does not end, from what ranks tell each other through the store.
+"""The diagnosis of a call that does not end, from the states that ranks exchange through the store.
 
 Once a second each rank leaves its :class:`RankStatus` there. When a call does not end, a rank compares: those that have made fewer
 calls over that group have not arrived. The first rank to look writes its verdict, and the others end with it.

@@ -181,7 +181,7 @@ class PartialForward:
         """Args:
         blocks: of the model, in order. Their names and parameters stay.
         outside: modules with parameters outside them.
-        same: for each block the first place in the list where it stands.
+        same: for each block its first position in the list.
         """
         self._same = same
         self.run: _Run | None = None
@@ -234,7 +234,7 @@ class PartialForward:
 
         Args:
             call: calls the model on a batch.
-            weights: parameters, or what stands for them, that lie in no gated module and no block.
+            weights: parameters, or their stand-ins, outside all gated modules and blocks.
 
         Raises:
             ChainError: for blocks that do not form a chain.

@@ -115,7 +115,7 @@ class Partition:
         return {f"{prefix}{self.blocks.keys[i]}": self.partial_forward.blocks[i] for i in here}
 
     def set_absent_dtype(self, dtype: torch.dtype) -> None:
-        """Set the dtype of all stand-ins for absent floating-point parameters, if other ranks cannot be asked."""
+        """Set the dtype of all stand-ins for absent floating-point parameters, without asking other ranks."""
         set_absent_dtype(self.outside_blocks, dtype)
 
     def loose(self) -> list[Tensor]:

@@ -156,7 +156,7 @@ def sustained_share(best: MatmulSample, device: torch.device, effort: Effort) ->
 def attention_shares(rate: float, device: torch.device, effort: Effort, dtype: torch.dtype) -> dict[int, float]:
     """Measure causal attention, forward and backward, by size of a head: share of ``rate`` in FLOP/s, masked pairs not counted.
 
-    Sequences are so many that the device is busy for longer than the host needs to launch the operators.
+    There are enough sequences to keep the device busy for longer than the host needs to launch the operators.
     """
     found = {}
     for head_dim in (64, 128):

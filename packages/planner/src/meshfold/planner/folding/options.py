@@ -164,7 +164,7 @@ def _best(
 
 
 def _optimizer_bytes(outline: FoldingOutline, dtype: torch.dtype, optimizer: str | None) -> tuple[int, int]:
-    """Return the bytes of an optimizer beside weights and gradients of ``dtype``, and those that its step reads and writes."""
+    """Return the bytes of an optimizer without weights and gradients of ``dtype``, and those that its step reads and writes."""
     if optimizer is None:
         return 0, 0
     weights = [torch.empty_like(weight, dtype=dtype, device="meta") for weight in outline.stack.parameters()]

@@ -84,7 +84,7 @@ def families(
 ) -> list[Family]:
     """Return all families of a number of ranks, those with fewer entries first.
 
-    Left out is what cannot be faster than what is there: grids of 2D, 2.5D and 3D other than the most even one of a size.
+    Families that cannot be faster are left out: grids of 2D, 2.5D and 3D other than the most even one of a size.
 
     Args:
         ranks: world size.

@@ -84,7 +84,7 @@ class Likely:
         )
 
     def _messages(self, spec: ParallelSpec, rows: int, stream: float) -> _Sent:
-        """Return a block's least messages for some rows, whose stream has so many bytes on a single rank."""
+        """Return a block's least messages for some rows, given the bytes of their stream on a single rank."""
         return {**self._of_tensor(spec, rows, stream), **self._of_sequence(spec, stream)}
 
     def _of_tensor(self, spec: ParallelSpec, rows: int, stream: float) -> _Sent:

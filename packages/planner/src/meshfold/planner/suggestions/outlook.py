@@ -173,7 +173,7 @@ class Clock:
     def messages(
         self, sizes: tuple[tuple[str, int], ...], kind: str, axes: tuple[str, ...], sent: float, calls: int
     ) -> float:
-        """Return the seconds of collectives over axes of a mesh, which send so many bytes together."""
+        """Return the seconds of collectives over axes of a mesh, given the bytes that they send together."""
         rate = self.machine.link_rate(sizes, axes, kind)
         return self.machine.message_seconds(kind, sent, rate, calls=calls)
 

@@ -92,7 +92,7 @@ class Part:
         memory: of parameters and their state; activations are 0.
         elements: of parameters.
         updated: trainable parameters.
-        unit: a batch is padded to a multiple of so many rows.
+        unit: a batch is padded to a multiple of this many rows.
     """
 
     steps: Mapping[int, Step]

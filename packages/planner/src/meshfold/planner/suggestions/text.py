@@ -23,7 +23,7 @@ def spec_words(candidate: Candidate) -> str:
 
 
 def settings_words(candidate: Candidate) -> list[str]:
-    """Return the options of ``meshfold train`` and ``meshfold plan`` beside the spec: ``--recompute blocks``."""
+    """Return the options of ``meshfold train`` and ``meshfold plan`` other than the spec: ``--recompute blocks``."""
     words = []
     if candidate.recompute is not None:
         words.append(f"--recompute {candidate.recompute}")

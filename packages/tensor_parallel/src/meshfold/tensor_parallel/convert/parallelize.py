@@ -78,7 +78,7 @@ def parallelize(
         module: an nn.Module with real or meta weights; every rank must have the same real weights.
         mesh: has the mode's axes.
         mode: ``"1d"``, ``"1d+sequence"``, ``"1d+tokens"``, ``"2d"``, ``"2.5d"``, ``"3d"`` or a Mode of your own.
-        rules: role by pattern of full names, where names and shapes do not tell: ``{"*.router": "replicate"}``. Roles
+        rules: role by pattern of full names, where names and shapes do not show it: ``{"*.router": "replicate"}``. Roles
             are column, row, head, stem, embedding, positions, norm, head_norm, head_bias, dropout, loss, patch, source,
             mixture, own_tokens and replicate.
         lowering: how matmuls are carried out: ``"gather"``, ``"stream"``, ``"ring"``, ``"push"``, ``"auto"``, where it applies.

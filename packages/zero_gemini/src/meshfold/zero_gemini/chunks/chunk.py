@@ -47,7 +47,7 @@ class PendingStep(Protocol):
         """Wait for the step. Return True if it succeeded and the new values are ready."""
 
     def land(self) -> None:
-        """After ``wait``: start writing the new values to the chunk's shard, unless they are there already."""
+        """After ``wait``: start writing the new values to the chunk's shard, unless they were written already."""
 
 
 @with_old_names({"home": "tier", "rehome": "move"})

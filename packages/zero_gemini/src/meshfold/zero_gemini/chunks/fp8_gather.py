@@ -107,7 +107,7 @@ class Fp8Gather:
                 weight.supply(operands, fetch)
 
     def show(self) -> None:
-        """Tell the weights which of their operands are there."""
+        """Record in the weights which of their operands are gathered."""
         for weight in self._weights:
             weight.present, weight.readable = bool(self.present), Operands.FORWARD in self.present
 

@@ -98,7 +98,7 @@ class ChunkStep:
         """Return the whole step as one part.
 
         Args:
-            ready: returns when the gradient is there.
+            ready: returns when the gradient has arrived.
             between: done afterwards.
         """
 
@@ -146,7 +146,7 @@ class ChunkStep:
         """Run the whole step into the shadow copy, which may become current; the runs must cover the whole shard.
 
         Args:
-            ready: returns when the gradient is there.
+            ready: returns when the gradient has arrived.
             wanted: returns True while it may still be kept.
             streaming: GPU streaming that may step it instead.
         """

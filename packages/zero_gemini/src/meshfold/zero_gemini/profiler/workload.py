@@ -79,7 +79,7 @@ def workload_of(
         accumulation: micro-steps of a step.
         data_ranks: ranks that share each chunk.
         ranks_per_host: ranks that share a host's memory.
-        host_base_bytes: of this rank's process besides.
+        host_base_bytes: of the rest of this rank's process.
         prefetch: units gathered ahead.
         reshards: chunks are released between two uses.
         clipping: gradients are held until all have arrived; else chunks are stepped in the backward.

@@ -47,7 +47,7 @@ def watch_outside(unit: Unit, before: Before, after: After, *, prepend: bool = F
         unit: whose parameters include all of the submodule's.
         before: called before the submodule's forward.
         after: called after it, unless it raised.
-        prepend: call them before those that are there.
+        prepend: call them before existing ones.
 
     Returns:
         An object with a method ``remove``.

@@ -1,4 +1,4 @@
-"""Optimizer steps that run beside the next forward and backward: their end, and their errors on all ranks."""
+"""Optimizer steps that overlap with the next forward and backward: their end, and their errors on all ranks."""
 
 from __future__ import annotations
 

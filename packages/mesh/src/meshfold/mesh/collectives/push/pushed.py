@@ -229,7 +229,7 @@ def _waits_now(call: Call | None, x: Tensor) -> AbstractContextManager[None]:
 
 
 def _pieces(found: Channel, elements: int, size: int, together: int = 1) -> list[tuple[int, int]]:
-    """Return (first, one past the last) of each piece of so many elements of a size; pieces are about equal.
+    """Return (first, one past the last) of each piece when elements are cut into pieces of about equal size.
 
     Where a channel has the room for them, elements that are ``together`` are in one piece.
     """
