@@ -51,8 +51,10 @@ def train(job: dict[str, Any], contestant: Callable[[dict[str, Any]], Step]) -> 
     Args:
         job: ``steps``, ``warm_up``, ``settle_s``, ``profile`` and ``out``, beside what the contestant reads. It may add ``said``, a
             function that returns what is known of the plan, and ``settled``, one that returns False while steps still change where
-            state lies: they are warm-up too, up to ``MOST_SETTLING`` of them. The seconds until the end of the first step, which
-            makes and compiles the model, are in the file of :func:`benchmarks.common.first_step_file` as soon as they are known.
+            state lies: they are warm-up too, up to ``MOST_SETTLING`` of them. ``captured``: steps are a CUDA graph. Its memory
+            counts as allocated only while it is captured, so the peak is that of all steps. The seconds until the end of the first
+            step, which makes and compiles the model, are in the file of :func:`benchmarks.common.first_step_file` as soon as they
+            are known.
         contestant: makes the step of a job.
     """
     if torch.cuda.is_available():
@@ -93,7 +95,7 @@ def train(job: dict[str, Any], contestant: Callable[[dict[str, Any]], Step]) -> 
             break
         losses.append(step())
         synchronize()
-    if torch.cuda.is_available():
+    if torch.cuda.is_available() and not job.get("captured"):
         torch.cuda.reset_peak_memory_stats()
     seconds: list[float] = []
     first, said = time.time(), job.pop("said", dict)

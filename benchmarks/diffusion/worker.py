@@ -74,6 +74,7 @@ def ours(job: dict[str, Any], *, sharded: Mapping[str, Any] = MappingProxyType({
         **settings,
     )
     settle(job, engine)
+    job["captured"] = bool(settings.get("cuda_graph"))
     rows = batch(job, model)
     parts = [
         {name: value.chunk(job["micro_steps"])[i] for name, value in rows.items()} for i in range(job["micro_steps"])
