@@ -33,6 +33,7 @@ from meshfold.planner.calibration import (
     write_machine,
 )
 from meshfold.planner.calibration.launches import Counts, HostSeconds, counted, launches_of
+from meshfold.planner.calibration.messages import hidden_of
 from meshfold.planner.clock import Work
 from meshfold.planner.efficiency import Efficiency, Launches, Link
 
@@ -168,6 +169,12 @@ def test_a_missing_or_broken_file_says_how_to_make_one(tmp_path: Path) -> None:
     (tmp_path / "text.json").write_text("no JSON")
     with pytest.raises(SpecError, match=r"is not JSON .*write it with meshfold calibrate"):
         find_machine(str(tmp_path / "text.json"))
+
+
+def test_what_matmuls_hide_of_gathers() -> None:
+    assert hidden_of(2.0, 2.0, 2.0) == 1.0 and hidden_of(2.0, 2.0, 4.0) == 0.0
+    assert hidden_of(1.0, 3.0, 3.5) == 0.5
+    assert hidden_of(2.0, 2.0, 5.0) == 0.0 and hidden_of(2.0, 2.0, 1.9) == 1.0  # noise
 
 
 def test_launches_explain_the_seconds_that_a_model_took() -> None:

@@ -17,6 +17,7 @@ from meshfold.models import GPT, GPTConfig, Llama, LlamaConfig
 from meshfold.planner import MACHINES, Estimate, Machine, estimate, step_speed, step_times
 from meshfold.planner.clock import Phases, Work, attention_share, optimizer_seconds
 from meshfold.planner.efficiency import Launches
+from meshfold.planner.estimates import Times
 
 H200 = MACHINES["h200x8"]
 BIG = LlamaConfig(vocab_size=32_000, hidden=1024, layers=4, heads=8, ffn=2816, max_positions=1024)
@@ -163,6 +164,22 @@ def test_launches_are_those_of_a_phase_and_of_our_kernels() -> None:
     others = sum(count for one, count in counter.counts.items() if one.phase == "backward" and not one.ours)
     assert others > 0 and found.launched_backward == 20.0 + 2.0 * others
     assert found.forward > 0 < found.backward
+
+
+def test_what_compute_does_not_hide_of_data_traffic_is_on_the_clock() -> None:
+    plain, hidden = Times(compute=5.0, tensor=1.0, data=4.0, optimizer=0.5), H200.efficiency.hidden
+    assert hidden == 1.0 and plain.overlapped == 6.5
+    half = replace(plain, hidden=0.5)
+    assert half.overlapped == 8.5 and replace(half, data=8.0).overlapped == 8.0 + 3.0 + 0.5
+    assert replace(half, hidden=0.0).overlapped == half.apart
+    on = replace(H200, efficiency=replace(H200.efficiency, hidden=0.25))
+    for spec in (dict(data=4), dict(data=4, zero=dict(stage=3, placement="cuda"))):
+        found = planned(spec)
+        exposed = 0.75 * step_times(found, on, "bf16").data  # compute takes longer
+        difference = step_speed(found, on, "bf16").seconds - step_speed(found, H200, "bf16").seconds
+        assert difference == pytest.approx(exposed) and exposed > 0
+    pushed = planned(dict(data=4, zero=dict(stage=3, placement="cuda", transport="push")))
+    assert step_times(pushed, on, "bf16").exposed == 0.0  # by copy engines
 
 
 def test_products_in_fp8_take_the_rate_of_fp8() -> None:

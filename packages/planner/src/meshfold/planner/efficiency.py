@@ -29,6 +29,7 @@ class Efficiency:
         attention: size of a head to the share of the matmuls' rate that attention reaches.
         elementwise: share of ``memory_rate`` that operators without matmuls reach.
         optimizer: share of ``memory_rate`` that the step of the optimizer reaches.
+        hidden: share of a collective that matmuls hide while both run: they share cores, memory and power. 1: all of it.
     """
 
     matmuls: float = MATMULS
@@ -36,6 +37,7 @@ class Efficiency:
     attention: Mapping[int, float] = field(default_factory=lambda: dict(ATTENTION))
     elementwise: float = 1.0
     optimizer: float = OPTIMIZER
+    hidden: float = 1.0
 
     def of_matmul(self, precision: str, flop: float) -> float:
         """Return the share of ``flops`` that a matmul of this size reaches: between measured sizes by the logarithm of its FLOP."""

@@ -207,6 +207,7 @@ class Times:
         busy: compute and what the next operator waits for together: a device that waits for the host may have both at once. None:
             one after the other.
         host: launches of all operators, of the optimizer's step too.
+        hidden: share of data traffic that compute hides while both run.
     """
 
     compute: float
@@ -215,6 +216,7 @@ class Times:
     optimizer: float = 0.0
     busy: float | None = None
     host: float = 0.0
+    hidden: float = 1.0
 
     @property
     def apart(self) -> float:
@@ -229,8 +231,16 @@ class Times:
     @property
     def overlapped(self) -> float:
         """Seconds with gradient traffic overlapped with the rest of forward and backward, and no less than the host's."""
-        busy = self.compute + self.tensor if self.busy is None else self.busy
-        return max(max(busy, self.data) + self.optimizer, self.host)
+        return max(max(self._busy, self.data) + self.exposed + self.optimizer, self.host)
+
+    @property
+    def exposed(self) -> float:
+        """Seconds of data traffic that compute does not hide although both run."""
+        return (1.0 - self.hidden) * min(self._busy, self.data)
+
+    @property
+    def _busy(self) -> float:
+        return self.compute + self.tensor if self.busy is None else self.busy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -253,9 +263,13 @@ def step_speed(found: Estimate, machine: Machine, precision: str) -> StepSpeed:
     """Return how fast a spec trains: the one time of a step for every spec, by which specs can be compared."""
     times = step_times(found, machine, precision)
     if found.pipeline is not None:
-        seconds = max(max(found.pipeline.seconds, times.data) + times.optimizer, times.host)
+        seconds = max(max(found.pipeline.seconds, times.data) + times.exposed + times.optimizer, times.host)
     else:
-        seconds = times.overlapped if found.plan is None else max(found.plan.seconds, times.compute, times.host)
+        seconds = (
+            times.overlapped
+            if found.plan is None
+            else max(found.plan.seconds + times.exposed, times.compute, times.host)
+        )
     own = found.work.flop - found.work.repeated_flop
     return StepSpeed(
         seconds=seconds,
@@ -282,7 +296,13 @@ def step_times(found: Estimate, machine: Machine, precision: str) -> Times:
         optimizer=optimizer_seconds(found.update_bytes, machine),
         busy=phases.waiting(*waits).seconds,
         host=phases.host + found.updated * machine.launches.parameter,
+        hidden=1.0 if _is_pushed(found.spec) else machine.efficiency.hidden,
     )
+
+
+def _is_pushed(spec: ParallelSpec) -> bool:
+    """Return True if copy engines carry chunks, beside which matmuls run undisturbed."""
+    return spec.zero is not None and spec.zero.transport == "push"
 
 
 def summarize_traffic(entries: list[Entry], outer: tuple[str, ...]) -> Iterator[Traffic]:

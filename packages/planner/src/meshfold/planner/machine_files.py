@@ -17,6 +17,7 @@ _WORDS = {"name", "source", "kind"}
 _MAY_BE_ZERO = {
     "launch",
     *(field.name for field in fields(Launches)),
+    "hidden",
     "error",
     "latency",
     "disk",

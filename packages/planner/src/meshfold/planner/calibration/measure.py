@@ -21,7 +21,7 @@ from meshfold.planner.calibration.fits import (
     typical_link,
 )
 from meshfold.planner.calibration.launches import measure_launches
-from meshfold.planner.calibration.messages import message_samples
+from meshfold.planner.calibration.messages import hidden_share, message_samples
 from meshfold.planner.calibration.samples import (
     DTYPES,
     Effort,
@@ -92,6 +92,9 @@ def calibrate(process: Process, effort: Effort, *, disk: Path | None = None, nam
         machine, notes = _of_devices(base, matmuls, everyone, device, effort)
         messages = message_samples(here, device, effort) if here.size > 1 else []
         machine = _linked(machine, messages, notes)
+        if here.size > 1:
+            hidden = hidden_share(here, device, effort)
+            machine = replace(machine, efficiency=replace(machine.efficiency, hidden=hidden))
         launches = asdict(measure_launches(process, effort))
         means = _mean([*launches.values()], everyone, device)
         machine = replace(machine, launches=Launches(**dict(zip(launches, means, strict=True))))

@@ -25,6 +25,7 @@ from meshfold.planner.calibration.fits import MessageSample
 from meshfold.planner.calibration.samples import Effort, wait
 
 _CALLS, _MOST_CALLS = 5, 100
+_GATHERS = 4
 KINDS: dict[Kind, Callable[[Tensor, Group], object]] = {
     "all_reduce": lambda x, group: all_reduce(x, group),
     "all_gather": lambda x, group: all_gather(x, group, 0),
@@ -60,6 +61,42 @@ def message_samples(
             if seconds * 4 > effort.longest_s:
                 break
     return found
+
+
+def hidden_of(collectives: float, matmuls: float, together: float) -> float:
+    """Return the share of the shorter that the longer one hides, by the seconds of each alone and of both at once."""
+    return min(1.0, max(0.0, (collectives + matmuls - together) / min(collectives, matmuls)))
+
+
+def hidden_share(group: Group, device: torch.device, effort: Effort) -> float:
+    """Measure how much of gathers matmuls hide, on streams of a GPU: as many of each as take equally long.
+
+    All ranks of the group must call. On a CPU it is 1: what ranks hide there depends on who has which core.
+    """
+    if device.type != "cuda":
+        return 1.0
+    block = torch.zeros(effort.message_bytes[-1] // 2 // group.size, dtype=torch.bfloat16, device=device)
+    a, b = (torch.randn(effort.sides[-1] // 2, effort.sides[-1] // 2, device=device).bfloat16() for _ in range(2))
+    beside = torch.cuda.Stream(device)
+
+    def gather() -> None:
+        with torch.cuda.stream(beside):
+            for _ in range(_GATHERS):
+                all_gather(block, group, 0)
+
+    def multiply(times: int) -> None:
+        for _ in range(times):
+            a @ b
+
+    alone = _agreed_seconds(gather, group, device, effort)
+    times = max(1, round(alone / _agreed_seconds(lambda: multiply(1), group, device, effort)))
+    matmuls = _agreed_seconds(lambda: multiply(times), group, device, effort)
+
+    def both() -> None:
+        gather()
+        multiply(times)
+
+    return hidden_of(alone, matmuls, _agreed_seconds(both, group, device, effort))
 
 
 def _agreed_seconds(work: Callable[[], object], group: Group, device: torch.device, effort: Effort) -> float:

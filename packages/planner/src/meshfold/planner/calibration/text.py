@@ -48,6 +48,7 @@ def calibration_table(found: Calibration) -> str:
             error = "" if math.isnan(link.error) else f"{100 * link.error:.0f} %"
             rows.append([kind, format_seconds(link.latency), f"{link.rate / 1e9:.3g}", error])
         parts.append(format_table(rows, "<>"))
+        parts.append([f"matmuls hide {reached.hidden:.0%} of a gather that takes as long"])
     parts.append([f"not measured: {note}" for note in found.notes])
     return "\n\n".join("\n".join(lines) for lines in parts if lines)
 

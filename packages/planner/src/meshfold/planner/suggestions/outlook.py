@@ -235,12 +235,14 @@ class _Reckoning:
         # A stage's actions come one by one, of other stages between them.
         together = phases.waiting(first.waits, then.waits).seconds if self.stages == 1 else first.spent + then.spent
         busy, host = together + idle, phases.host + self._updates()
+        exposed = (1.0 - self.machine.efficiency.hidden) * min(together, hidden)
         if self.zero is None:
-            seconds = max(max(busy, hidden) + optimizer, host)
+            seconds = max(max(busy, hidden) + exposed + optimizer, host)
         else:
             offload = self._offload(memory, busy)
             chunks = self._with_chunks(forward.apart, backward.apart, optimizer, held)
-            seconds = max(busy, hidden, chunks) if self.stages > 1 else max(chunks, compute, host)
+            busiest = max(busy, hidden, chunks) if self.stages > 1 else chunks
+            seconds = max(busiest + exposed, compute, host)
             seconds += offload
         return Outlook(
             seconds=seconds,
