@@ -205,7 +205,8 @@ def test_plan_in_words_and_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert answer["axes"] == dict(data=2, row=2, col=2)
     assert answer["moved_bytes"] == sum(row["bytes"] for row in answer["traffic"]) > 0
     held = answer["memory_bytes"]
-    assert held["masters"] == held["gradients"] == 2 * held["parameters"] == held["optimizer"] / 2
+    assert held["masters"] == 2 * held["parameters"] == held["optimizer"] / 2
+    assert held["gradients"] in (0, held["masters"])  # the first forward may be the fullest
     assert answer["seconds"]["overlapped"] <= answer["seconds"]["apart"]
 
 
@@ -354,3 +355,14 @@ def test_a_folding_model_is_planned_over_residues_and_gpus(
             code = int(left.code or 0)
         assert code != 0
         assert message in capsys.readouterr().err
+
+
+def test_a_power_cap_slows_a_plan_and_a_wrong_one_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", "--model", "llama-1b", "--machine", "h100", "--batch-size", "4", "--seq-len", "2048", "--json"]
+    seconds = []
+    for cap in ([], ["--power-cap", "350"]):
+        assert main([*words, *cap]) == 0
+        seconds.append(json.loads(capsys.readouterr().out)["speed"]["seconds"])
+    assert 1.1 * seconds[0] < seconds[1] < 1.4 * seconds[0]
+    assert main([*words, "--power-cap", "900"]) == 1
+    assert "and at most 700 W" in capsys.readouterr().err

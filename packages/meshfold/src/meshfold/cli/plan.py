@@ -20,7 +20,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,13 +28,13 @@ from meshfold.cli.arguments import (
     Failure,
     add_model,
     add_parallel,
-    byte_size,
     positive,
     read_changes,
     read_model,
     read_parallel,
     read_rules,
 )
+from meshfold.cli.machine_options import add_machine_options, chosen_machine
 from meshfold.cli.plan_folding import add_folding, is_folding, plan_folding_model
 from meshfold.cli.train_arguments import FP8_NAMES, OPTIMIZER_NAMES, RECOMPUTE
 
@@ -65,8 +65,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="h200, h100, a100, v100 with one GPU, h200x8, h100x8, a100x8, v100x8, laptop, or a file of meshfold calibrate "
         "(default: h200 or h200x8)",
     )
-    parser.add_argument("--gpu-memory", type=byte_size, metavar="SIZE", help="of a device, if not the machine's: 24GiB")
-    parser.add_argument("--host-memory", type=byte_size, metavar="SIZE", help="of a host, if not the machine's: 125GiB")
+    add_machine_options(parser)
     parser.add_argument(
         "--timeline",
         metavar="FILE",
@@ -92,7 +91,6 @@ def run(arguments: argparse.Namespace) -> int:
         choose_attention,
         estimate,
         explain_misfit,
-        find_machine,
         step_speed,
         step_times,
         suggest_change,
@@ -109,11 +107,7 @@ def run(arguments: argparse.Namespace) -> int:
             "has no zero and no pipeline"
         )
     precision = arguments.precision or "bf16"
-    machine = find_machine(arguments.machine or ("h200" if spec.world_size == 1 else "h200x8"))
-    if arguments.gpu_memory is not None:
-        machine = replace(machine, memory=arguments.gpu_memory)
-    if arguments.host_memory is not None:
-        machine = replace(machine, host=replace(machine.host, memory=arguments.host_memory))
+    machine = chosen_machine(arguments, arguments.machine or ("h200" if spec.world_size == 1 else "h200x8"))
     seq_len = arguments.seq_len or longest(arguments.model, arguments.hf, changes)
     model = choose_model(arguments.model, arguments.hf, changes, vocab_size=None, seq_len=seq_len)
 

@@ -6,9 +6,9 @@ import argparse
 import json
 import os
 import sys
-from dataclasses import replace
 
 from meshfold.cli.arguments import Failure, positive
+from meshfold.cli.machine_options import chosen_machine
 
 PREFIX = "folding:"
 _ONLY = {
@@ -93,7 +93,6 @@ def plan_folding_model(arguments: argparse.Namespace) -> int:
     if not arguments.residues:
         raise Failure("a folding model needs the lengths of chains: add --residues 512,1024,2048")
     from meshfold.folding import find_outline
-    from meshfold.planner import find_machine
     from meshfold.planner.folding import (
         FoldingOption,
         draw_folding,
@@ -104,9 +103,7 @@ def plan_folding_model(arguments: argparse.Namespace) -> int:
         plan_folding,
     )
 
-    machine = find_machine(arguments.machine or "h200x8")
-    if arguments.gpu_memory is not None:
-        machine = replace(machine, memory=arguments.gpu_memory)
+    machine = chosen_machine(arguments, arguments.machine or "h200x8")
     name = arguments.model or arguments.hf
     if name.startswith(PREFIX):
         outline = find_outline(name)

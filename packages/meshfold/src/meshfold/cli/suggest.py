@@ -12,19 +12,18 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import replace
 from typing import Any
 
 from meshfold.cli.arguments import (
     Failure,
     add_model,
-    byte_size,
     positive,
     read_changes,
     read_model,
     read_parallel,
     read_rules,
 )
+from meshfold.cli.machine_options import add_machine_options, chosen_machine
 from meshfold.cli.train_arguments import FP8_NAMES, OPTIMIZER_NAMES
 
 
@@ -46,8 +45,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--fp8", choices=FP8_NAMES, help="linear layers in fp8 by this recipe, as for plan (none)")
     parser.add_argument("--optimizer", default="adamw", choices=OPTIMIZER_NAMES, help="(adamw)")
     parser.add_argument("--no-clip", action="store_true", help="gradients are not clipped, and so none is held")
-    parser.add_argument("--gpu-memory", type=byte_size, metavar="SIZE", help="of a device, if not the machine's: 24GiB")
-    parser.add_argument("--host-memory", type=byte_size, metavar="SIZE", help="of a host, if not the machine's: 125GiB")
+    add_machine_options(parser)
     parser.add_argument("--options", type=positive, default=2, metavar="N", help="specs to plan in full (2)")
     parser.add_argument(
         "--explain", nargs="+", metavar="SPEC", help="show what the step of this spec takes, beside the best"
@@ -61,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
     read_model(arguments)
     changes, rules = read_changes(arguments.changes), read_rules(arguments.rules)
     from meshfold.mesh import ParallelSpec
-    from meshfold.planner import find_machine, suggest
+    from meshfold.planner import suggest
     from meshfold.planner.suggestions import (
         breakdown,
         draw_suggestion,
@@ -73,11 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
     )
     from meshfold.train.model_choice import choose_model, longest
 
-    machine = find_machine(arguments.machine)
-    if arguments.gpu_memory is not None:
-        machine = replace(machine, memory=arguments.gpu_memory)
-    if arguments.host_memory is not None:
-        machine = replace(machine, host=replace(machine.host, memory=arguments.host_memory))
+    machine = chosen_machine(arguments, arguments.machine)
     ranks = arguments.ranks or machine.devices
     asked = None if arguments.explain is None else ParallelSpec.parse(read_parallel(arguments.explain), ranks)
     seq_len = arguments.seq_len or longest(arguments.model, arguments.hf, changes)
