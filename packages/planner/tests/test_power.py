@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshfold.mesh import SpecError
-from meshfold.planner import MACHINES
-from meshfold.planner.power import under_power_cap
+from meshfold.planner import MACHINES, under_power_cap
 
 H100 = MACHINES["h100x8"]
 

@@ -25,8 +25,7 @@ def chosen_machine(arguments: argparse.Namespace, name: str) -> Machine:
     Raises:
         SpecError: for an unknown machine, and a power cap that it cannot have.
     """
-    from meshfold.planner import find_machine
-    from meshfold.planner.power import under_power_cap
+    from meshfold.planner import find_machine, under_power_cap
 
     machine = find_machine(name)
     if arguments.power_cap is not None:

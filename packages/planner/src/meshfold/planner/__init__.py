@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         unlimited_machine,
     )
     from meshfold.planner.planner import estimate, explain_misfit, fits, plan_memory, suggest_change
+    from meshfold.planner.power import under_power_cap
     from meshfold.planner.suggestions import Option, Rejected, Suggestion, suggest
 
 __all__ = [
@@ -54,6 +55,7 @@ __all__ = [
     "step_times",
     "suggest",
     "suggest_change",
+    "under_power_cap",
     "unlimited_machine",
 ]
 
@@ -62,6 +64,7 @@ _MODULES = {
     "estimates": ("Estimate", "Memory", "StepSpeed", "Times", "Traffic", "step_speed", "step_times"),
     "machines": ("MACHINES", "PEAK_TFLOPS", "Host", "Machine", "find_machine", "unlimited_machine"),
     "planner": ("estimate", "explain_misfit", "fits", "plan_memory", "suggest_change"),
+    "power": ("under_power_cap",),
     "suggestions": ("Option", "Rejected", "Suggestion", "suggest"),
 }
 _HOMES = {name: module for module, names in _MODULES.items() for name in names}
