@@ -13,7 +13,11 @@ from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.nn.modules.module import (
+    _global_forward_hooks_with_kwargs,
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
 
 from meshfold.mesh.parameters.parameter_meta import uncompiled_name
 from meshfold.mesh.tracking.active import activated, is_tracking_on, part
@@ -182,6 +186,8 @@ class TrackedForward:
                 register_module_forward_hook(self._left, always_call=True),
             ):
                 stack.callback(handle.remove)
+                # torch forgets this one, and torch.compile would warn of global hooks from then on
+                stack.callback(_global_forward_hooks_with_kwargs.pop, handle.id, None)
             for module in self._model.modules():
                 if any(hooks.communicates(module) for hooks in self._hooks):
                     # The module's last hook, which sees the arguments that the other hooks return.
