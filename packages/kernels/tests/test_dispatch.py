@@ -170,11 +170,12 @@ def test_implementations_have_the_signatures_of_the_reference() -> None:
 CHOSEN_BY_GENERATORS = {
     "one_shot_packets_triton.py",
     "one_shot_triton.py",
+    "packed_weight_triton.py",
     "paged_attention_triton.py",
     "row_product_triton.py",
     "word_choice_triton.py",
 }
-"""Kernels that a generator tries on its device before it uses them."""
+"""Kernels that are tried on a device before they are used."""
 
 
 def test_no_implementation_is_left_out_of_the_table() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 
 import pytest
@@ -15,7 +16,10 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if not torch.cuda.is_available() and not INTERPRETED:
     pytest.skip("no GPU; test_triton_interpreter.py runs this file in Triton's interpreter", allow_module_level=True)
 pytest.importorskip("triton", reason="Triton is not installed")
-from meshfold.kernels.row_product_triton import product  # noqa: E402  (which needs Triton)
+from meshfold.kernels import packed_weight_triton  # noqa: E402  (which needs Triton, as the next ones)
+from meshfold.kernels.packed_weight import unpacks_alike  # noqa: E402
+from meshfold.kernels.packed_weight_triton import launch_unpack  # noqa: E402
+from meshfold.kernels.row_product_triton import product  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
@@ -46,6 +50,28 @@ def packed(weight: Tensor, form: str) -> PackedWeight:
             DEVICE, torch.uint8 if kind == "int4" else torch.int16
         )
     return PackedWeight(codes=made.codes, scale=scale, zero=zero)
+
+
+@pytest.mark.parametrize("form", FORMS[1:])
+def test_codes_become_the_weight(form: str) -> None:
+    """Bit for bit in float32; narrower ones are truncated by the interpreter."""
+    for (n, k), dtype in itertools.product(((5, 48), (3, 4160)), (torch.float32, torch.bfloat16)):
+        weight = packed(torch.randn(n, k, generator=torch.Generator().manual_seed(n)).to(DEVICE), form)
+        found, wanted = launch_unpack(weight.codes, weight.scale, weight.zero, dtype), weight.unpacked(dtype)
+        if INTERPRETED and dtype == torch.bfloat16:
+            assert torch.allclose(found.float(), wanted.float(), rtol=1e-2)
+        else:
+            assert torch.equal(found, wanted)
+
+
+def test_a_try_tells_whether_codes_become_the_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert unpacks_alike(torch.uint8, torch.int16, torch.float32, torch.float32, DEVICE) == ""
+    real = packed_weight_triton.launch_unpack
+    monkeypatch.setattr(packed_weight_triton, "launch_unpack", lambda *given: real(*given) * 1.001)
+    with pytest.warns(
+        UserWarning, match="no Triton for packed weights of torch.int8, which is slower: its weights are not"
+    ):
+        assert unpacks_alike(torch.int8, None, torch.float32, torch.float32, DEVICE)
 
 
 # Triton's interpreter takes seconds for each of these.

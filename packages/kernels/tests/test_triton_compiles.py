@@ -103,6 +103,18 @@ def test_products_of_one_row_compile(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert made.compiled == {"row_product._product", "row_product._product_int4"}
 
 
+def test_codes_become_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    from meshfold.kernels import packed_weight_triton
+
+    made, w = Compiler(), torch.zeros(4, 4096)
+    monkeypatch.setattr(packed_weight_triton, "launch", made.launch)
+    for form in K.PACKED_FORMATS:
+        packed = K.pack_weight(w, form, 128, K.largest_magnitudes(w, form, 128))
+        packed_weight_triton.launch_unpack(packed.codes, packed.scale, None, torch.bfloat16)
+    packed_weight_triton.launch_unpack(packed.codes, packed.scale, packed.scale.to(torch.uint8), torch.float16)
+    assert made.compiled == {"packed_weight._unpack"}
+
+
 def test_sums_over_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     from meshfold.kernels import one_shot_packets_triton, one_shot_triton
 

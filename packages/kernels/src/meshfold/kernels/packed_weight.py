@@ -17,7 +17,9 @@ other libraries have packed may have groups and zero points in every format, and
 from __future__ import annotations
 
 import functools
+import warnings
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any, cast
 
 import torch
@@ -79,7 +81,22 @@ class PackedWeight:
         return {name: part for name, part in vars(self).items() if part is not None}
 
     def unpack(self, dtype: torch.dtype) -> Tensor:
-        """Return the weight ``n k``."""
+        """Return the weight ``n k``: in one pass by Triton on a GPU, where a try gave the bits of the formula."""
+        codes = self.codes
+        if codes.is_cuda and not torch.compiler.is_compiling() and _takes_triton(self.kind, dtype, codes.device):
+            from meshfold.kernels.packed_weight_triton import launch_unpack  # which needs Triton
+
+            found = launch_unpack(codes, self.scale, self.zero, dtype)
+            return found if self.columns is None else torch.empty_like(found).index_copy_(1, self.columns, found)
+        return self.unpacked(dtype)
+
+    @property
+    def kind(self) -> tuple[torch.dtype, torch.dtype | None, torch.dtype]:
+        """Dtypes of codes, zero points and scales."""
+        return self.codes.dtype, None if self.zero is None else self.zero.dtype, self.scale.dtype
+
+    def unpacked(self, dtype: torch.dtype) -> Tensor:
+        """Return the weight ``n k`` by the formula, in plain torch."""
         codes, (n, k), scale = self.codes, self.shape, self.scale
         levels = torch.stack((codes & 15, codes >> 4), -1).float() if self.per_byte == 2 else codes.float()
         levels = levels.view(n, scale.shape[1], self.group)
@@ -91,6 +108,42 @@ class PackedWeight:
         if self.columns is not None:
             found = torch.empty_like(found).index_copy_(1, self.columns, found)
         return found.to(dtype)
+
+
+@functools.cache
+def _takes_triton(
+    kind: tuple[torch.dtype, torch.dtype | None, torch.dtype], dtype: torch.dtype, device: torch.device
+) -> bool:
+    """Return True if Triton unpacks such weights with the bits of the formula, tried once on a few codes."""
+    codes, zero, scales = kind
+    if find_spec("triton") is None or dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return False
+    return unpacks_alike(codes, zero, scales, dtype, device) == ""
+
+
+def unpacks_alike(
+    codes: torch.dtype, zero: torch.dtype | None, scales: torch.dtype, dtype: torch.dtype, device: torch.device
+) -> str:
+    """Unpack a few codes by Triton and by the formula; return why they are not the same, with a warning."""
+    random = torch.Generator().manual_seed(0)
+    given = torch.randint(0, 256, (8, 256), generator=random).to(torch.uint8)
+    given = given.clamp(max=126) if codes.is_floating_point else given  # no nan of float8
+    levels = torch.randint(0, 15, (8, 4), generator=random)
+    tried = PackedWeight(
+        codes=given.view(codes).to(device),
+        scale=(torch.rand(8, 4, generator=random) + 0.5).to(device, scales),
+        zero=None if zero is None else levels.to(device, zero),
+    )
+    try:
+        from meshfold.kernels.packed_weight_triton import launch_unpack  # which needs Triton
+
+        found = launch_unpack(tried.codes, tried.scale, tried.zero, dtype)
+        reason = "" if torch.equal(found, tried.unpacked(dtype)) else "its weights are not those of the formula"
+    except Exception as problem:  # of Triton's compiler
+        reason = (str(problem) or type(problem).__name__).strip().split("\n")[0]
+    if reason:
+        warnings.warn(f"no Triton for packed weights of {codes}, which is slower: {reason}", stacklevel=2)
+    return reason
 
 
 def pack_weight(weight: Tensor, form: str, group: int, largest: Tensor) -> PackedWeight:
