@@ -334,6 +334,7 @@ def test_two_ranks_compute_what_one_does_in_the_benchmark_of_folding() -> None:
     assert run_on_ranks(2, _folding_loss, 2) == pytest.approx([_folding_loss(1)] * 2)
 
 
+@pytest.mark.usefixtures("warm_commands")
 @pytest.mark.parametrize(
     ("ranks", "names"),
     [
@@ -365,6 +366,7 @@ def test_two_gpus_are_compared_with_one(tmp_path: Path) -> None:
     assert "in that of one: 0.600 (bar 0.55): **not met**" in text
 
 
+@pytest.mark.usefixtures("warm_commands")
 @pytest.mark.parametrize(
     "words",
     [

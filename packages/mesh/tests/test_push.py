@@ -330,4 +330,4 @@ def compare_with_the_kernel(elements: int, *shapes: tuple[int, int]) -> None:
 if __name__ == "__main__":
     for length in (1, 9, 4097):
         compare_with_the_kernel(length, (2, 0), (2, 1), (4, 2))
-    compare_with_the_kernel(SQUARED_TOGETHER + 5, (4, 2))  # two sums of squares
+    compare_with_the_kernel(SQUARED_TOGETHER + 5, (2, 1))  # two sums of squares

@@ -488,7 +488,7 @@ def test_first_values_touch_each_piece_once(tmp_path: Path, monkeypatch: pytest.
 # -- a killed process -----------------------------------------------------------------------------------------------
 
 KILLED = """
-    import os, sys
+    import os, sys, time
     from pathlib import Path
     sys.path.insert(0, sys.argv[2])
     from test_nvme_stepping import Model, HOST, DISK
@@ -500,6 +500,7 @@ KILLED = """
         made.forward()
         if step == 2:
             print("training", os.getpid(), flush=True)
+        time.sleep(0.01)  # the test has work to do meanwhile
 """
 
 
