@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import threading
 from collections.abc import Callable
 
@@ -29,10 +28,10 @@ def train(found=None):
 """
 
 
-def run(program: str, **environment: str) -> str:
-    """What a fresh process prints; it has to end well."""
+def run(python: str, program: str, **environment: str) -> str:
+    """What a process prints that imports Numba; it has to end well."""
     done = subprocess.run(
-        [sys.executable, "-c", STEP + program],
+        [python, "-c", STEP + program],
         env={**os.environ, **environment},
         capture_output=True,
         text=True,
@@ -42,7 +41,7 @@ def run(program: str, **environment: str) -> str:
     return done.stdout.strip()
 
 
-def test_the_first_kernel_leaves_torchs_threads_alone() -> None:
+def test_the_first_kernel_leaves_torchs_threads_alone(torch_python: str) -> None:
     """Numba has more threads than torch is told to use, and starts them in the middle of a kernel's call."""
     program = """
 torch.set_num_threads(1)
@@ -50,13 +49,14 @@ train()
 import numba
 print(torch.get_num_threads(), numba.get_num_threads(), numba.threading_layer())
 """
-    found = run(program, NUMBA_NUM_THREADS="2", OMP_NUM_THREADS="2").split()
+    found = run(torch_python, program, NUMBA_NUM_THREADS="2", OMP_NUM_THREADS="2").split()
     assert found[:2] == ["1", "2"]
 
 
-def test_two_threads_run_kernels_on_numbas_own_queue() -> None:
+def test_two_threads_run_kernels_on_numbas_own_queue(torch_python: str) -> None:
     """It aborts a process whose threads use it at once, so they take turns."""
     program = """
+torch.set_num_threads(2)
 alone, found = [], []
 train(alone)
 threads = [threading.Thread(target=train, args=(found,)) for _ in range(3)]
@@ -65,7 +65,7 @@ for thread in threads: thread.join()
 import numba
 print(numba.threading_layer(), len(found), all(torch.equal(one, alone[0]) for one in found))
 """
-    found = run(program, NUMBA_THREADING_LAYER="workqueue", NUMBA_NUM_THREADS="2", OMP_NUM_THREADS="2")
+    found = run(torch_python, program, NUMBA_THREADING_LAYER="workqueue", NUMBA_NUM_THREADS="2")
     assert found == "workqueue 3 True"
 
 
