@@ -89,7 +89,7 @@ def test_packets_are_sent_read_and_summed(ranks: int, dtype: torch.dtype, stream
     calls = [0, 0, 0]
     rounding = 2e-2 if torch.bfloat16 in (dtype, stream_dtype) else 1e-5  # the interpreter truncates
     near = dict(rtol=rounding, atol=rounding)
-    for slot in (0, 2, 1, 2):
+    for slot in (0, 2, 2):
         calls[slot] += 1
         parts = [torch.randn(rows, columns, generator=random).to(DEVICE, dtype) for _ in range(ranks)]
         stream = torch.randn(rows, columns, generator=random).to(DEVICE, stream_dtype or dtype)

@@ -108,10 +108,10 @@ def test_codes_become_weights(monkeypatch: pytest.MonkeyPatch) -> None:
 
     made, w = Compiler(), torch.zeros(4, 4096)
     monkeypatch.setattr(packed_weight_triton, "launch", made.launch)
-    for form in K.PACKED_FORMATS:
+    for form, zeros in (("fp8", False), ("int4", True)):
         packed = K.pack_weight(w, form, 128, K.largest_magnitudes(w, form, 128))
-        packed_weight_triton.launch_unpack(packed.codes, packed.scale, None, torch.bfloat16)
-    packed_weight_triton.launch_unpack(packed.codes, packed.scale, packed.scale.to(torch.uint8), torch.float16)
+        zero = packed.scale.to(torch.uint8) if zeros else None
+        packed_weight_triton.launch_unpack(packed.codes, packed.scale, zero, torch.bfloat16)
     assert made.compiled == {"packed_weight._unpack"}
 
 
