@@ -46,8 +46,13 @@ class FoldingRun:
         )
 
     def skeleton(self, stack: Stack, blocks: int, settings: MemorySettings) -> Stack:
-        """Return a stack of so many blocks on the meta device, split as this run is."""
+        """Return a stack of so many blocks on the meta device, split as this run is; in training its weights have gradients.
+
+        Make it before tensors are counted: weights and their gradients are counted apart.
+        """
         model = stack.skeleton(blocks).to(self.dtype)
+        for parameter in model.parameters():
+            parameter.grad = torch.empty_like(parameter) if self.training else None
         model.set_axes(Axes.of(MetaMesh(self.axes), self.mode, memory=settings))
         return model
 
@@ -58,8 +63,6 @@ class FoldingRun:
             model: a :meth:`skeleton`.
             named: opens a context in which tensors are made that have this name.
         """
-        for parameter in model.parameters():  # weights and their gradients are counted apart
-            parameter.grad = torch.empty_like(parameter) if self.training else None
         tensors, masks = model.shapes(self.sizes)
         given: dict[str, Tensor] = {}
         for name, shape in (tensors | masks).items():
