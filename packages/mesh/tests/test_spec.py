@@ -246,7 +246,9 @@ def test_the_product_is_the_world_size_or_an_error(data: int, tensor: int, pipe:
             ParallelSpec.parse(parallel, world)
         assert f"makes {data * tensor * pipe} ranks, but the world size is {world}" in str(caught.value)
         assert f"data={data}, tensor={tensor}, pipeline={pipe}" in str(caught.value)
-        fits = world // (tensor * pipe) if world % (tensor * pipe) == 0 else None
+        alone = world == 1  # most often a script that was started as python script.py
+        assert (f"meshfold run --ranks {data * tensor * pipe} SCRIPT.py" in str(caught.value)) == alone
+        fits = world // (tensor * pipe) if world % (tensor * pipe) == 0 and not alone else None
         assert (f"Write data={fits}," in str(caught.value)) == (fits is not None)
 
 

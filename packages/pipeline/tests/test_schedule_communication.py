@@ -196,7 +196,7 @@ def test_programs_that_are_refused() -> None:
             "<0B0@1 >1F1@1",
             "these ranks wait for each other forever: rank 0 at <0B0@1, rank 1 at <1F1@0",
         ),
-        (">1F1@1 ", "", "rank 0 sends nothing to rank 1, which receives 1F1 at that place"),
+        (">1F1@1 ", "", "rank 0 sends nothing to rank 1, which receives 1F1 at that position"),
         ("0F0 >1F0@1", ">1F0@1 0F0", "rank 0 has >1F0@1 before it has what 0F0 makes"),
         ("<0B1@1 0BW1", "0BW1 <0B1@1", "rank 0 has 0BW1 before it has what 1B1 makes"),
     ):

@@ -220,7 +220,7 @@ def test_a_header_that_is_not_whole_is_noticed(tmp_path: Path) -> None:
     assert Header.unpack(good[:PAGE], str(path)).pid == os.getpid()
     path.write_bytes(good)
     (note,) = sweep(tmp_path)
-    assert f"that process {os.getpid()} left" in note and nothing_in(tmp_path)
+    assert f"left by process {os.getpid()}," in note and nothing_in(tmp_path)
 
 
 def test_a_store_that_nobody_closes_leaves_no_file(tmp_path: Path) -> None:
