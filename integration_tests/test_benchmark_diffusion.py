@@ -111,7 +111,9 @@ def test_every_contestant_trains_a_small_model_to_the_same_loss(name: str, tmp_p
     case = json.loads(out.read_text())["cases"][name]
     losses = [run["losses"] for runs in case["runs"].values() for run in runs]
     assert len(losses) == len(CASES[name].contestants)
+    steps = min(len(each) for each in losses)  # whose first step compiles for long has one step less of warm-up
+    assert steps >= 3
     for each in losses:
-        assert each == pytest.approx(losses[0], rel=1e-3)
+        assert each[:steps] == pytest.approx(losses[0][:steps], rel=1e-3)
     if any("ours" not in who for who in case["runs"]):
         assert "our best" in out.with_suffix(".md").read_text()
