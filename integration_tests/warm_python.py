@@ -93,7 +93,7 @@ class WarmPython:
 
     @property
     def python(self) -> str:
-        """What to call instead of ``sys.executable``."""
+        """The path to call instead of ``sys.executable``."""
         return str(self.folder / "python")
 
     def _start(self, imported: Sequence[str], owner: int | None) -> None:

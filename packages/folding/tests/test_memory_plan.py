@@ -121,7 +121,7 @@ def test_the_copy_that_gloo_reduces_is_counted() -> None:
 
 
 def test_the_tensors_of_the_fullest_moment_add_up_to_it() -> None:
-    """What ranks send each other is among them, though it is one tensor before it is waited for and another one after."""
+    """Messages between ranks are among them, though each is one tensor before it is waited for and another one after."""
     count = count_memory(evoformer().eval(), run_of({"axial": 2}, "dap", 48, training=False), MemorySettings())
     assert sum(tensor.bytes for tensor in count.tensors) == pytest.approx(count.peak, rel=0.002)
 

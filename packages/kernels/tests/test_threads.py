@@ -29,7 +29,7 @@ def train(found=None):
 
 
 def run(python: str, program: str, **environment: str) -> str:
-    """What a process prints that imports Numba; it has to end well."""
+    """Return what a process prints that imports Numba; it has to end well."""
     done = subprocess.run(
         [python, "-c", STEP + program],
         env={**os.environ, **environment},

@@ -247,11 +247,4 @@ class AutoPlacement:
         width = chunk.dtype.itemsize
         if self._data_ranks > 1 or self._accumulation > 1:
             width = self._gemini.master_dtype(chunk.parameters[0]).itemsize
-        more = width - found.gradient  # read once in a pass
-        return replace(
-            found,
-            gradient=width,
-            step=found.step + more,
-            first_pass=found.first_pass + more,
-            second_pass=found.second_pass + more,
-        )
+        return found.with_gradient(width)

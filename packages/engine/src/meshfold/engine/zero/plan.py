@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -59,15 +59,7 @@ def regime_of(spec: ZeroSpec, precision: Precision, *, accumulation: int, ranks:
             first_pass=step,
             second_pass=0,
         )
-    found = REGIMES[spec.regime if precision.name == "bf16" else precision.name]
-    more = gradient - found.gradient  # read once per pass
-    return replace(
-        found,
-        gradient=gradient,
-        step=found.step + more,
-        first_pass=found.first_pass + more,
-        second_pass=found.second_pass + more,
-    )
+    return REGIMES[spec.regime if precision.name == "bf16" else precision.name].with_gradient(gradient)
 
 
 def plan_for(spec: ZeroSpec, workload: Workload, rates: Rates, limits: Limits) -> Plan:

@@ -106,10 +106,7 @@ def matmul_samples(device: torch.device, effort: Effort) -> list[MatmulSample]:
         for side in effort.sides:
             try:
                 seconds = _matmul_seconds(side, dtype, device, effort)
-            except (
-                RuntimeError,
-                NotImplementedError,
-            ):  # a precision that this device or build lacks, or a side that does not fit
+            except RuntimeError:  # a precision that this device or build lacks, or a side that does not fit
                 break
             found.append(MatmulSample(precision=precision, side=side, seconds=seconds))
             if seconds * 8 > effort.longest_s:

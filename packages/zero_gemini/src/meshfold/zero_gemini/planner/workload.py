@@ -39,6 +39,17 @@ class Regime:
         """Bytes read and written by one pass that does the whole step into a shadow copy."""
         return self.step + self.overwritten
 
+    def with_gradient(self, gradient: float) -> Regime:
+        """Return this regime with gradients of so many bytes, each read once in a pass."""
+        more = gradient - self.gradient
+        return replace(
+            self,
+            gradient=gradient,
+            step=self.step + more,
+            first_pass=self.first_pass + more,
+            second_pass=self.second_pass + more,
+        )
+
 
 REGIMES = {
     "A": Regime(name="A", parameter=2, state=10, gradient=2, step=26, first_pass=18, second_pass=18),
