@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from meshfold.engine.zero.measured_plans import CONTEXT_BYTES, MARGIN
+from meshfold.engine.zero.measured_plans import CONTEXT_BYTES
 from meshfold.mesh.spec import parse_bytes
+from meshfold.zero_gemini.machine_rates import ALLOCATOR_MARGIN
 from meshfold.zero_gemini.planner import ChunkCost, Layer, Limits, Machine, Plan, Regime, Workload, plan
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
@@ -34,7 +35,7 @@ RECORDED = recorded()
 def made_again(run: Mapping[str, Any]) -> Plan:
     """Plan the run's workload on its machine within its limit, as the engine does."""
     words, limit = run["plan"], parse_bytes(run["gpu_memory"])
-    limits = Limits(gpu_bytes=int((limit - CONTEXT_BYTES) * (1 - MARGIN)), disk_bytes=0)
+    limits = Limits(gpu_bytes=int((limit - CONTEXT_BYTES) * (1 - ALLOCATOR_MARGIN)), disk_bytes=0)
     return plan(workload_of(words["workload"]), Machine(**words["machine"]), limits)
 
 

@@ -82,7 +82,9 @@ def assert_same(
 
 
 def limits_are_kept(folder: str, tight: int, every: int) -> None:
-    with mock.patch.object(measured_plans, "resident_bytes", return_value=PROCESS):  # on every machine
+    with mock.patch(
+        "meshfold.zero_gemini.machine_rates.step_measurements.resident_bytes", return_value=PROCESS
+    ):  # on every machine
         keep_limits(folder, tight, every)
 
 
@@ -152,7 +154,7 @@ def test_a_plan_is_corrected_by_its_own_first_steps(monkeypatch: pytest.MonkeyPa
     looked = MeasuredPlans.seen
     monkeypatch.setattr(MeasuredPlans, "seen", watched)
     # On a loaded machine the correction may move chunks, and the new plan's first two steps are not measured.
-    steps = residency_module.WATCHED_STEPS + 2 * residency_module.CORRECTED_AFTER
+    steps = residency_module.TRACED_STEPS + 2 * residency_module.CORRECTED_AFTER
     wanted = trained(dict(stage=3, placement="cuda"), steps=steps)
     found = trained(dict(gpu_memory_limit=10 * MiB), steps=steps)
     assert_same(found, wanted)

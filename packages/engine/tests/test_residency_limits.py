@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from meshfold.engine import Engine
-from meshfold.engine.zero.measured_plans import MARGIN
 from meshfold.engine.zero.plan import plan_for
 from meshfold.engine.zero.states import ZeroStates
 from meshfold.mesh.testing import ranks, run_on_ranks
 from meshfold.models import GPT, GPTConfig
 from meshfold.zero_gemini import MemoryPlanError
+from meshfold.zero_gemini.machine_rates import ALLOCATOR_MARGIN
 from meshfold.zero_gemini.planner import Limits, MiB, Plan
 
 STEPS = 4
@@ -71,7 +71,7 @@ def any_limit(limits: list[int], stages: list[int]) -> list[bool]:
             found, least = attempt(engine)
             trained.append(least is None)
             if least is not None:
-                assert least > int(limit * (1.0 - MARGIN))
+                assert least > int(limit * (1.0 - ALLOCATOR_MARGIN))
                 continue
             plan, compute = plan_of(engine), states_of(engine).gemini.memory.compute
             assert plan.peak_gpu_bytes <= limit

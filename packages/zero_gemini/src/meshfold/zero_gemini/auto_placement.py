@@ -7,7 +7,7 @@ steps that ran out of memory.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from statistics import median
@@ -21,15 +21,19 @@ from meshfold.mesh.model_io import LiveBytes
 from meshfold.zero_gemini.chunks.placement import ChunkPlacement
 from meshfold.zero_gemini.gemini import Gemini
 from meshfold.zero_gemini.machine_rates import (
+    ALLOCATOR_MARGIN,
+    CORRECTED_AFTER,
+    TRACED_STEPS,
+    WORTH_MOVING,
     available_device_bytes,
-    measure_machine,
-    resident_bytes,
+    measure_step,
+    observed_under,
+    ranks_per_host,
     slowest,
-    with_observed_rates,
 )
 from meshfold.zero_gemini.memory.arena import MemoryTier
+from meshfold.zero_gemini.optimizer import StepKind, StepTiming
 from meshfold.zero_gemini.planner import (
-    REGIMES,
     SPECULATIVE_STEP,
     SPLIT_STEP_ON_DEVICE,
     Limits,
@@ -48,18 +52,8 @@ from meshfold.zero_gemini.profiler import (
     WallClock,
     peak_of,
     workload_of,
-    worst_trace,
 )
 
-TRACED_STEPS = 2
-"""Steps that are traced: the first also pays for one-time work of the process."""
-CORRECTED_AFTER = 6
-"""Steps under a plan until it is corrected. The first two are not representative: one follows a step before the plan, the
-other takes memory for the first time."""
-WORTH_MOVING = 0.97
-"""Chunks move once more if another plan takes at most this fraction of a step's seconds."""
-RESERVE = 0.03
-"""Share of a GPU that is left to the allocator's gaps."""
 _TIERS: dict[str, MemoryTier] = {"gpu": "device", "host": "host", "disk": "disk", "none": "host"}
 
 
@@ -143,7 +137,14 @@ class AutoPlacement:
         self._everyone, self._device = mesh.group(*mesh.names), gemini.memory.device
         self._limits, self._disk = limits or Limits(), disk
         self._data_ranks = max(chunk.group.size for chunk in gemini.chunks)
-        self._regime = self._bytes_of(regime)
+        chunk = gemini.chunks[0]
+        self._regime = Regime.of(
+            regime,
+            chunk.dtype,
+            gemini.master_dtype(chunk.parameters[0]),
+            accumulation=accumulation,
+            ranks=self._data_ranks,
+        )
         self._traces: list[Trace] = []
         self._traced = False  # in this optimizer step
         self._began = 0.0
@@ -180,11 +181,11 @@ class AutoPlacement:
         timings = self._gemini.take_step_timings()
         if self.plan is None:
             if len(self._traces) >= TRACED_STEPS:
-                self._carry_out(automatic(*self._problem(), self._within))
+                self._carry_out(automatic(*self._problem(timings), self._within))
             return
         self._took.append(took)
         if len(self._took) == CORRECTED_AFTER and self.moves == 1:
-            seen = self._agreed(with_observed_rates(self.plan.machine, self._regime, timings))
+            seen = self._agreed(observed_under(self.plan, timings))
             known = recost(self.plan, self.plan.workload, seen)
             found = automatic(known.workload, seen, self._within)
             self.plan = known
@@ -202,7 +203,7 @@ class AutoPlacement:
         if self._disk is None and limits.disk_bytes is None:
             limits = replace(limits, disk_bytes=0)
         if self._device.type == "cuda" and limits.gpu_bytes is None:
-            limits = replace(limits, gpu_bytes=int(available_device_bytes(self._device) * (1.0 - RESERVE)))
+            limits = replace(limits, gpu_bytes=int(available_device_bytes(self._device) * (1.0 - ALLOCATOR_MARGIN)))
         return limits
 
     def _carry_out(self, plan: Plan) -> None:
@@ -211,20 +212,21 @@ class AutoPlacement:
         carry_out(self._gemini, plan)
 
     def _agreed(self, machine: Machine) -> Machine:
-        told = all_gather_object(asdict(machine), self._everyone, self._device)
-        return slowest(machine, told)
+        return slowest(machine, all_gather_object(asdict(machine), self._everyone, self._device))
 
-    def _problem(self) -> tuple[Workload, Machine]:
-        """Return the workload and the machine's rates, the same on all ranks: those of the slowest."""
-        machine = replace(
-            measure_machine(self._device, everyone=self._everyone, disk=self._disk, regime=self._regime.name),
-            gpu_bytes=available_device_bytes(self._device),
+    def _problem(self, timings: Mapping[StepKind, StepTiming]) -> tuple[Workload, Machine]:
+        """Return the workload and the machine's rates, the same on all ranks."""
+        measured = measure_step(
+            self._traces,
+            self._gemini.memory,
+            regime=self._regime,
+            everyone=self._everyone,
+            planning=self._everyone,
+            disk=self._disk,
+            timings=timings,
         )
-        mine = worst_trace(self._traces, seconds=min).to_json()
-        told = all_gather_object(mine, self._everyone, self._device)
-        ranks = self._everyone.size
         workload = workload_of(
-            worst_trace([Trace.from_json(words) for words in told]),
+            measured.trace,
             self._gemini.uses(),
             name=type(self._model).__name__,
             regime=self._regime,
@@ -232,19 +234,8 @@ class AutoPlacement:
             stage=self._gemini.stage,
             accumulation=self._accumulation,
             data_ranks=self._data_ranks,
-            ranks_per_host=min(ranks, torch.cuda.device_count() or ranks),
-            host_base_bytes=max(0, resident_bytes() - self._gemini.memory.host_arena.used_bytes),
+            ranks_per_host=ranks_per_host(self._everyone.size),
+            host_base_bytes=measured.host_base_bytes,
             clipping=self._gemini.holds_gradients,
         )
-        bases = all_gather_object(workload.host_base_bytes, self._everyone, self._device)
-        return replace(workload, host_base_bytes=max(bases)), self._agreed(machine)
-
-    def _bytes_of(self, regime: str) -> Regime:
-        """Return the bytes that an element takes; gradients that several ranks or micro-steps add up are in the masters' dtype."""
-        chunk = self._gemini.chunks[0]
-        names = {torch.float32: "fp32", torch.float64: "fp32", torch.float16: "fp16"}
-        found = REGIMES[names.get(chunk.dtype, regime)]
-        width = chunk.dtype.itemsize
-        if self._data_ranks > 1 or self._accumulation > 1:
-            width = self._gemini.master_dtype(chunk.parameters[0]).itemsize
-        return found.with_gradient(width)
+        return workload, measured.machine

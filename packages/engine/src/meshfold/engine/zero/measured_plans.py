@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from meshfold.engine.world import World
-from meshfold.engine.zero.memory import free_host_bytes, ranks_per_host
+from meshfold.engine.zero.memory import free_host_bytes
 from meshfold.engine.zero.plan import plan_for
 from meshfold.engine.zero.watching import Watcher
 from meshfold.mesh.collectives import all_gather_object
@@ -17,18 +17,17 @@ from meshfold.mesh.collectives.push import channel_bytes
 from meshfold.mesh.spec import ZeroSpec
 from meshfold.zero_gemini import Gemini
 from meshfold.zero_gemini.machine_rates import (
+    ALLOCATOR_MARGIN,
     UNLIMITED_BYTES,
-    available_device_bytes,
-    measure_machine,
-    resident_bytes,
+    measure_step,
+    observed_under,
+    ranks_per_host,
     slowest,
-    with_observed_rates,
 )
 from meshfold.zero_gemini.optimizer import SPECULATE_AFTER_STEPS, StepKind, StepTiming
 from meshfold.zero_gemini.planner import (
     SPECULATIVE_STEP,
     SPLIT_STEP,
-    SPLIT_STEP_ON_DEVICE,
     Limits,
     Machine,
     Plan,
@@ -37,10 +36,8 @@ from meshfold.zero_gemini.planner import (
     evaluate_placement,
     recost,
 )
-from meshfold.zero_gemini.profiler import ChunkUse, PhaseSeconds, Trace, workload_of, worst_trace
+from meshfold.zero_gemini.profiler import ChunkUse, PhaseSeconds, Trace, workload_of
 
-MARGIN = 0.03
-"""Share of the device's limit that is left to the allocator's gaps."""
 CONTEXT_BYTES = 600 * 2**20
 """What CUDA and its libraries take of a device besides what the allocator counts."""
 _KINDS = {"device": "gpu", "host": "host", "disk": "disk"}
@@ -78,48 +75,36 @@ class MeasuredPlans:
             flying: the pipeline's stages and micro-batches in flight; None without a pipeline.
         """
         spec, world = self._spec, self._world
-        machine = replace(
-            measure_machine(
-                world.device,
-                everyone=world.everyone,
-                disk=spec.offload_path,
-                regime=self._regime.name,
-                host=self._wants_host,
-            ),
-            gpu_bytes=available_device_bytes(world.device),
-        )
-        # A first step reads nothing from disk: unwritten state is zero. So its disk times mean nothing.
-        timings: dict[StepKind, StepTiming] = {
-            what: timing for what, timing in watcher.timings.items() if what != "disk"
-        }
-        machine = with_observed_rates(machine, self._regime, timings)
-        told = all_gather_object(
-            [worst_trace(watcher.traces, seconds=min).to_json(), asdict(machine)],
-            world.stage_group,
-            world.device,
-        )
         # All ranks of a stage must make the same plan, so plan for the worst of them.
-        trace = worst_trace([Trace.from_json(words) for words, _ in told])
-        machine = slowest(machine, [entry for _, entry in told])
+        measured = measure_step(
+            watcher.traces,
+            self._gemini.memory,
+            regime=self._regime,
+            everyone=world.everyone,
+            planning=world.stage_group,
+            disk=spec.offload_path,
+            host=self._wants_host,
+            timings=watcher.timings,
+        )
         common: dict[str, Any] = dict(
             name=type(self._model).__name__,
             regime=self._regime,
             stage=spec.stage,
             accumulation=self._accumulation,
             data_ranks=world.data_size,
-            ranks_per_host=ranks_per_host(world),
+            ranks_per_host=ranks_per_host(world.mesh.world_size),
             reshards=spec.reshard_after_forward,
-            host_base_bytes=max(0, resident_bytes() - self._gemini.memory.host_arena.used_bytes),
+            host_base_bytes=measured.host_base_bytes,
         )
         uses, tokens = self._gemini.uses(), watcher.tokens
         if flying is None:
             holds = self._gemini.holds_gradients
-            workload = workload_of(trace, uses, tokens=tokens, clipping=holds, **common)
+            workload = workload_of(measured.trace, uses, tokens=tokens, clipping=holds, **common)
             if holds and self._gemini.steps_alike >= SPECULATE_AFTER_STEPS:
                 workload = expecting_alike(workload)
-            return workload, machine
+            return workload, measured.machine
         tokens *= flying.microbatches
-        return workload_of_stages(trace, uses, flying, tokens=tokens, **common), machine
+        return workload_of_stages(measured.trace, uses, flying, tokens=tokens, **common), measured.machine
 
     def seen(
         self,
@@ -141,15 +126,12 @@ class MeasuredPlans:
             timings: of the host's steps under it.
             compute: of one micro-step under it; None: as planned with. The slowest rank's counts.
         """
-        passed = 0.0
-        if made.machine.gpu_streaming:
-            passed = self._regime.first_pass if made.strategy == SPLIT_STEP_ON_DEVICE else self._regime.step
-        machine = with_observed_rates(made.machine, self._regime, timings, passed=passed)
+        machine = observed_under(made, timings)
         mine = None if compute is None else [compute.forward, compute.backward]
         told = all_gather_object([peak, asdict(machine), mine], self._world.stage_group, self._world.device)
         most, workload = max(most for most, _, _ in told), made.workload
         spare = made.peak_gpu_bytes - most
-        if most and spare > MARGIN * made.peak_gpu_bytes:
+        if most and spare > ALLOCATOR_MARGIN * made.peak_gpu_bytes:
             less = tuple(max(0, value - spare) for value in workload.non_model_bytes)
             workload = replace(workload, non_model_bytes=less)
         spent = [seconds for _, _, seconds in told if seconds is not None]
@@ -195,7 +177,7 @@ class MeasuredPlans:
             outside = channel_bytes() + (CONTEXT_BYTES if device.type == "cuda" else 0)  # of the allocator
             gpu = max(0, min(gpu, spec.gpu_memory_limit - outside))
         limits = Limits(
-            gpu_bytes=int(gpu * (1.0 - MARGIN - shrunk)) if gpu < UNLIMITED_BYTES else None,
+            gpu_bytes=int(gpu * (1.0 - ALLOCATOR_MARGIN - shrunk)) if gpu < UNLIMITED_BYTES else None,
             host_bytes=spec.host_memory_limit,
             disk_bytes=None if spec.offload_path is not None else 0,
         )

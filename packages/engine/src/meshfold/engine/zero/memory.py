@@ -37,11 +37,6 @@ def free_host_bytes() -> int:
     return int(entries.get("MemAvailable", "0 kB").split()[0]) * 1024
 
 
-def ranks_per_host(world: World) -> int:
-    """Return how many ranks share this host's memory."""
-    return min(world.mesh.world_size, torch.cuda.device_count() or world.mesh.world_size)
-
-
 class Pressure:
     """Ranks of a stage warn each other after each step if a device is about to run out of memory.
 

@@ -21,7 +21,6 @@ from meshfold.zero_gemini.machine_rates import (
 )
 from meshfold.zero_gemini.nvme import free_bytes
 from meshfold.zero_gemini.planner import (
-    REGIMES,
     Limits,
     Plan,
     Regime,
@@ -45,21 +44,14 @@ def regime_of(spec: ZeroSpec, precision: Precision, *, accumulation: int, ranks:
         ranks: that share a chunk.
         moments: numbers that the optimizer keeps for an element; Adam's two in float32 have kernels of ours.
     """
-    gradient = gradient_dtype(precision, accumulation=accumulation, ranks=ranks).itemsize
-    if precision.name == "fp64" or moments != 2:  # torch steps: reads everything, writes everything but the gradient
-        width, master = precision.dtype.itemsize, precision.master_dtype.itemsize
-        state = master * (moments + (master != width))
-        step = gradient + 2 * (width + state)
-        return Regime(
-            name=f"{moments} moments",
-            parameter=width,
-            state=state,
-            gradient=gradient,
-            step=step,
-            first_pass=step,
-            second_pass=0,
-        )
-    return REGIMES[spec.regime if precision.name == "bf16" else precision.name].with_gradient(gradient)
+    return Regime.of(
+        spec.regime,
+        precision.dtype,
+        precision.master_dtype,
+        accumulation=accumulation,
+        ranks=ranks,
+        moments=moments,
+    )
 
 
 def plan_for(spec: ZeroSpec, workload: Workload, rates: Rates, limits: Limits) -> Plan:
@@ -95,11 +87,6 @@ MOST = 0.97
 """The same where the host has no room for more."""
 BOUNDARY_BYTES = 2**30
 """Parameters on the device under placement ``const``, unless ``gpu_memory_limit`` says how much."""
-
-
-def gradient_dtype(precision: Precision, *, accumulation: int, ranks: int) -> torch.dtype:
-    """Return the dtype in which gradients are summed: the masters', unless there is nothing to sum."""
-    return precision.dtype if accumulation == 1 and ranks == 1 else precision.master_dtype
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,7 +21,7 @@ from torch import nn
 
 from meshfold.engine.model.recompute import RecomputedBlocks
 from meshfold.engine.world import PIPE, World
-from meshfold.engine.zero.measured_plans import MARGIN, InFlight, MeasuredPlans, expecting_alike
+from meshfold.engine.zero.measured_plans import InFlight, MeasuredPlans, expecting_alike
 from meshfold.engine.zero.memory import (
     Pressure,
     describe_shortage,
@@ -43,19 +43,19 @@ from meshfold.zero_gemini import (
     carry_out,
     check_transition,
 )
-from meshfold.zero_gemini.machine_rates import UNLIMITED_BYTES, resident_bytes
+from meshfold.zero_gemini.machine_rates import (
+    ALLOCATOR_MARGIN,
+    CORRECTED_AFTER,
+    TRACED_STEPS,
+    UNLIMITED_BYTES,
+    WORTH_MOVING,
+    resident_bytes,
+)
 from meshfold.zero_gemini.optimizer import StepKind, StepTiming
 from meshfold.zero_gemini.planner import SPLIT_STEP, Plan, Regime
 
-WATCHED_STEPS = 2
-CORRECTED_AFTER = 6
-"""Steps under a plan until it is corrected. All but the first two count for its speed: the first follows a step before the
-plan, and the second makes kernels and takes memory for the first time. The median of four is used: on a host with other work,
-two steps in a row took 1.4 times as long as the others."""
 STEADY = 16
 """Steps in a row whose gradients count the same, before a plan that waits for the norm is made again without."""
-WORTH_MOVING = 0.97
-"""Chunks move once more if another plan takes at most this fraction of a step's seconds."""
 SHRINK = 0.04
 """Fraction of the memory limit that is given up each time that memory runs short."""
 
@@ -209,7 +209,7 @@ class Residency:
             return
         self._watcher.step_over()
         if self.phase is Phase.TRACING:
-            if len(self._watcher.traces) >= WATCHED_STEPS:
+            if len(self._watcher.traces) >= TRACED_STEPS:
                 self._decide()
             return
         device, auto = self._world.device, self._spec.placement == "auto"
@@ -294,7 +294,7 @@ class Residency:
         plan = self.plan
         assert plan is not None  # steps are counted from the first plan
         most = plan.limits.gpu_bytes or UNLIMITED_BYTES
-        return self._pressure.found(peak_bytes=peak, most_bytes=int(most * (1.0 + MARGIN / 2)))
+        return self._pressure.found(peak_bytes=peak, most_bytes=int(most * (1.0 + ALLOCATOR_MARGIN / 2)))
 
     def _shrink(self) -> None:
         """Plan with a lower limit on all ranks, before a step runs out of memory, which could not be undone."""

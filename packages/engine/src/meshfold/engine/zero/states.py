@@ -28,16 +28,17 @@ from meshfold.engine.states.optimizer_state import put
 from meshfold.engine.states.replicated import Source, Sources, source_like
 from meshfold.engine.world import PIPE, World
 from meshfold.engine.zero.gather_cache_bytes import GatherCacheBytes
-from meshfold.engine.zero.memory import is_out_of_memory, ranks_per_host
-from meshfold.engine.zero.plan import Sizes, first_placements, gradient_dtype, regime_of
+from meshfold.engine.zero.memory import is_out_of_memory
+from meshfold.engine.zero.plan import Sizes, first_placements, regime_of
 from meshfold.engine.zero.process_settings import grow_segments, limit_allocator
 from meshfold.engine.zero.residency import Residency
 from meshfold.kernels import Fp8Weight
 from meshfold.mesh import Mesh, SpecError
 from meshfold.mesh.parameters import StoredValue, metadata_on, uncompiled_name
 from meshfold.zero_gemini import BackwardRole, Entry, Gemini, Memory
-from meshfold.zero_gemini.machine_rates import measure_rank_rates
+from meshfold.zero_gemini.machine_rates import measure_rank_rates, ranks_per_host
 from meshfold.zero_gemini.optimizer import DiskSettings, optimizer_kind
+from meshfold.zero_gemini.planner import gradient_dtype
 
 if TYPE_CHECKING:
     from meshfold.pipeline import Pipeline
@@ -103,7 +104,7 @@ class ZeroStates:
             ranks, micro_steps = world.data_size, accumulation
             if world.pipelined:  # they accumulate gradients over micro-batches
                 accumulation = max(2, accumulation)
-            summed = gradient_dtype(precision, accumulation=accumulation, ranks=ranks)
+            summed = gradient_dtype(precision.dtype, precision.master_dtype, accumulation=accumulation, ranks=ranks)
             regime = regime_of(spec, precision, accumulation=accumulation, ranks=ranks)
             if world.device.type == "cuda" and spec.placement == "auto" and make is not None:
                 measure_rank_rates(world.device, regime.name)  # evaluation needs no plan
@@ -113,7 +114,7 @@ class ZeroStates:
             sums = accumulation > 1 and spec.stage > 1  # sums are held between micro-steps
             if make is not None and not looks_at_all and not sums and _is_adam(make, precision):
                 sizes = replace(sizes, gradient=0.0)  # each is stepped when it arrives
-            local = ranks_per_host(world)
+            local = ranks_per_host(world.mesh.world_size)
             self._world, self._model, self._owed = world, model, False
             self._whole_names = names or {}
             recomputes = recomputes or recomputes_by_itself(model)

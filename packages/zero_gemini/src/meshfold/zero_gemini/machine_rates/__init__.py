@@ -12,13 +12,31 @@ from meshfold.zero_gemini.machine_rates.samples import (
     slowest,
     with_observed_rates,
 )
+from meshfold.zero_gemini.machine_rates.step_measurements import (
+    ALLOCATOR_MARGIN,
+    CORRECTED_AFTER,
+    TRACED_STEPS,
+    WORTH_MOVING,
+    StepMeasurements,
+    measure_step,
+    observed_under,
+    ranks_per_host,
+)
 
 __all__ = [
+    "ALLOCATOR_MARGIN",
+    "CORRECTED_AFTER",
+    "TRACED_STEPS",
     "UNLIMITED_BYTES",
+    "WORTH_MOVING",
+    "StepMeasurements",
     "available_device_bytes",
     "available_host_bytes",
     "measure_machine",
     "measure_rank_rates",
+    "measure_step",
+    "observed_under",
+    "ranks_per_host",
     "resident_bytes",
     "slowest",
     "with_observed_rates",

@@ -35,9 +35,10 @@ from meshfold.zero_gemini.planner.policies import (
 )
 from meshfold.zero_gemini.planner.rates import H200, GiB, KiB, Machine, MiB
 from meshfold.zero_gemini.planner.refuse import DoesNotFit
+from meshfold.zero_gemini.planner.regimes import REGIMES, Regime, gradient_dtype
 from meshfold.zero_gemini.planner.result import ChunkPlan, LayerPlan, Plan, Term
 from meshfold.zero_gemini.planner.timeline import Moment, chrome_trace, draw, timeline
-from meshfold.zero_gemini.planner.workload import REGIMES, ChunkCost, Layer, Limits, Regime, Workload
+from meshfold.zero_gemini.planner.workload import ChunkCost, Layer, Limits, Workload
 
 __all__ = [
     "H200",
@@ -70,6 +71,7 @@ __all__ = [
     "evaluate_placement",
     "exhaustive",
     "gather_windows",
+    "gradient_dtype",
     "on_device",
     "plan",
     "recost",

@@ -12,65 +12,8 @@ from dataclasses import dataclass, replace
 from meshfold.mesh import SpecError
 from meshfold.zero_gemini.planner.options import NONE, STRATEGIES
 from meshfold.zero_gemini.planner.rates import Machine
+from meshfold.zero_gemini.planner.regimes import Regime
 from meshfold.zero_gemini.prefetch import ready_from
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Regime:
-    """Bytes per element: stored, and of host memory traffic in an optimizer step."""
-
-    name: str
-    parameter: float
-    """the plane the GPU computes with: ``hi`` of the split master."""
-    state: float
-    """everything else: ``lo`` and the moments."""
-    gradient: float
-    step: float
-    """read and written by one pass that does the whole step."""
-    first_pass: float
-    """read and written by a pass that writes only the new master."""
-    second_pass: float
-    """read and written by the pass that writes the moments afterwards."""
-    overwritten: float = 0.0
-    """also read by a pass into a second copy that is not written past the caches: the old values there."""
-
-    @property
-    def out_of_place(self) -> float:
-        """Bytes read and written by one pass that does the whole step into a shadow copy."""
-        return self.step + self.overwritten
-
-    def with_gradient(self, gradient: float) -> Regime:
-        """Return this regime with gradients of so many bytes, each read once in a pass."""
-        more = gradient - self.gradient
-        return replace(
-            self,
-            gradient=gradient,
-            step=self.step + more,
-            first_pass=self.first_pass + more,
-            second_pass=self.second_pass + more,
-        )
-
-
-REGIMES = {
-    "A": Regime(name="A", parameter=2, state=10, gradient=2, step=26, first_pass=18, second_pass=18),
-    "B": Regime(name="B", parameter=2, state=6, gradient=2, step=18, first_pass=14, second_pass=10),
-    # two 8-bit moments, each with an fp32 scale per 256 elements: 2 + 8/256
-    "C": Regime(
-        name="C",
-        parameter=2,
-        state=4.03125,
-        gradient=2,
-        step=14.0625,
-        first_pass=12.03125,
-        second_pass=6.0625,
-        overwritten=6.03125,
-    ),
-    # a full fp32 master weight in addition to the fp16 parameter, which a step only writes
-    "fp16": Regime(name="fp16", parameter=2, state=12, gradient=2, step=28, first_pass=20, second_pass=18),
-    # the parameter is its own master
-    "fp32": Regime(name="fp32", parameter=4, state=8, gradient=4, step=28, first_pass=20, second_pass=20),
-}
-"""A: exact split master, fp32 moments (12 B). B: bf16 moments (8 B). C: 8-bit moments (6.03 B). fp16: 14 B. fp32: 12 B."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

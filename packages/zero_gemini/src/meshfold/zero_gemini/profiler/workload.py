@@ -22,7 +22,8 @@ from meshfold.zero_gemini.chunks.parameter_table import (
     parameter_facts,
 )
 from meshfold.zero_gemini.planner.options import SPLIT_STEP
-from meshfold.zero_gemini.planner.workload import ChunkCost, Layer, Regime, Workload
+from meshfold.zero_gemini.planner.regimes import Regime
+from meshfold.zero_gemini.planner.workload import ChunkCost, Layer, Workload
 from meshfold.zero_gemini.prefetch import light_ones
 from meshfold.zero_gemini.profiler.moments import Trace, TracedLayer, TracedMoment
 from meshfold.zero_gemini.runtime.units import Unit, find_units
