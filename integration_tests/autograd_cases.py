@@ -196,6 +196,18 @@ KERNELS = (
     Case("kernels.activations._BiasGelu", "", 1, of_shapes(lambda x, b: K.bias_gelu(x, b), X, V)),
     Case("kernels.activations._BiasGelu", "no bias", 1, of_shapes(lambda x: K.bias_gelu(x, None, "tanh"), X)),
     Case("kernels.dropout._Dropout", "", 1, of_shapes(lambda x: K.dropout(x, 0.5, 3, 4), X)),
+    Case(
+        "kernels.expert_choice._Choice",
+        "",
+        1,
+        of_shapes(lambda x: K.softmax_choice(x, 2, normalize=True)[1], X),
+    ),
+    Case(
+        "kernels.expert_choice._Totals",
+        "",
+        1,
+        of_shapes(lambda x: K.routing_totals(x, x.softmax(1), PAIRS[:4].view(-1, 1) % 2)[1], (4, WIDTH)),
+    ),
     Case("kernels.token_rows._Take", "", 1, of_shapes(lambda x: K.take_rows(x, PAIRS, PLACES), (4, WIDTH))),
     Case("kernels.token_rows._Sum", "", 1, of_shapes(lambda x: K.sum_rows(x, PAIRS, PLACES), (5, WIDTH))),
     Case(

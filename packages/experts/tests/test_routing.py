@@ -27,8 +27,9 @@ from meshfold.experts import (
     update_selection_bias,
     z_loss,
 )
-from meshfold.experts.counting import by_expert, rank_places
+from meshfold.experts.counting import rank_places
 from meshfold.experts.router_logits import router_logits
+from meshfold.kernels import expert_places
 from meshfold.mesh import Mesh, SpecError, record
 from meshfold.mesh.testing import ranks
 
@@ -314,10 +315,13 @@ def test_rows_are_counted_in_runs_of_tokens_too() -> None:
     for tokens in (256, 257, 700):
         index = torch.rand(tokens, 6, generator=generator).topk(2).indices
         index[3, 1], index[5, 0], index[7, 1] = index[3, 0], -1, 6
-        found = by_expert(index, 6, index.numel())
+        places, pairs, ends = expert_places(index, 6)
         wanted = sorted((int(e), pair) for pair, e in enumerate(index.flatten()) if 0 <= e < 6)
-        assert found.pairs[: len(wanted)].tolist() == [pair for _, pair in wanted]
-        assert found.counts.tolist() == [sum(e == expert for e, _ in wanted) for expert in range(6)]
+        assert pairs[: len(wanted)].tolist() == [pair for _, pair in wanted]
+        assert torch.equal(places.flatten()[pairs[: len(wanted)]], torch.arange(len(wanted)))
+        assert ends.diff(prepend=ends.new_zeros(1)).tolist() == [
+            sum(e == expert for e, _ in wanted) for expert in range(6)
+        ]
         _, rows = rank_places(index, 3, 2)
         assert rows.tolist() == [int(((index >= 3 * r) & (index < 3 * r + 3)).any(1).sum()) for r in (0, 1)]
 

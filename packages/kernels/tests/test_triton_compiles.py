@@ -201,6 +201,10 @@ def test_all_kernels_compile(compiler: Compiler, monkeypatch: pytest.MonkeyPatch
     K.sum_rows(
         K.take_rows(x, places.flatten(), places), places.flatten(), places, torch.ones(8, 3, requires_grad=True)
     ).sum().backward()
+    logits = torch.zeros(8, 128, requires_grad=True)
+    chosen, weights, shares = K.softmax_choice(logits, 8, normalize=True)
+    (weights.sum() + K.routing_totals(logits, shares, chosen)[1].sum()).backward()
+    K.expert_places(chosen, 128)
     p, grad, settings = torch.zeros(h), x[0].detach(), K.AdamSettings(weight_decay=0.1)
     for made in (
         K.WholeState.of(p, torch.bfloat16),
@@ -273,6 +277,12 @@ def test_all_kernels_compile(compiler: Compiler, monkeypatch: pytest.MonkeyPatch
         "token_rows._take",
         "token_rows._sum",
         "token_rows._sum_gradients",
+        "expert_choice._chosen",
+        "expert_choice._choice_gradients",
+        "expert_choice._totals",
+        "expert_places._count",
+        "expert_places._add_up",
+        "expert_places._place",
         "fp8_casts._rows",
         "fp8_casts._amax",
         "fp8_casts._columns",

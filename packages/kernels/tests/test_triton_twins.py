@@ -425,6 +425,47 @@ def test_token_rows(tokens: int, each: int, rows: int, hidden: int, dtype: torch
     agree(lambda r, w: K.sum_rows(r, pairs, places, w), summands, weights, scale=hidden**0.5)
 
 
+def totals_of(logits: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
+    shares = logits.to(torch.promote_types(logits.dtype, torch.float32)).softmax(1)
+    _, sums, squares = K.routing_totals(logits, shares, index)
+    return sums, squares.unsqueeze(0)
+
+
+_MANY = [pytest.param(*shape, marks=pytest.mark.slow) for shape in ((5, 4, 1), (70, 6, 3), (3, 130, 8))]
+
+
+@pytest.mark.parametrize(("tokens", "experts", "k"), [(0, 4, 2), (5, 6, 3), *_MANY])
+def test_expert_choice(tokens: int, experts: int, k: int) -> None:
+    for dtype, normalize in ((torch.float32, True), (torch.bfloat16, False)):
+        # Multiples of 1/8, all different in a row: every order is exact in bfloat16.
+        order = torch.stack([torch.randperm(experts) for _ in range(tokens)]) if tokens else torch.zeros(0, experts)
+        logits = (order / 8 - experts / 16).to(DEVICE, dtype)
+        with K.use("reference"):
+            wanted = K.softmax_choice(logits, k, normalize)[0]
+        assert torch.equal(K.softmax_choice(logits, k, normalize)[0], wanted)
+        agree(lambda z, n=normalize: K.softmax_choice(z, k, n)[1:], logits, scale=4)
+        agree(lambda z, n=normalize: K.softmax_choice(z, k, n)[1], logits, scale=4)
+        counts = torch.bincount(wanted.flatten(), minlength=experts)
+        found = K.routing_totals(logits, logits.float().softmax(1), wanted)
+        assert torch.equal(found[0].long(), counts)
+        agree(lambda z, i=wanted: totals_of(z, i), logits, scale=(tokens + 1) * 16)
+
+
+@pytest.mark.parametrize(("tokens", "experts", "k"), [(300, 6, 3), *_MANY])
+def test_expert_places(tokens: int, experts: int, k: int) -> None:
+    """Numbers of no expert, tokens that name an expert twice, an expert without tokens, and more rows than pairs."""
+    index = torch.randint(-1, experts + 1, (tokens, k), generator=torch.Generator().manual_seed(tokens))
+    index[index == 1] = 2
+    index[0, 0] = (1 << 32) + 2
+    for numbers, rows in ((index, None), (index.clamp(-1, experts).int().t().contiguous().t(), tokens * k + 3)):
+        found = K.expert_places(numbers.to(DEVICE), experts, rows)
+        with K.use("reference"):
+            wanted = K.expert_places(numbers.to(DEVICE), experts, rows)
+        assert all(
+            torch.equal(one, other) and one.dtype is other.dtype for one, other in zip(found, wanted, strict=True)
+        )
+
+
 # A row is a program of its own: more rows than a few are only slower.
 FEW_ROWS = [(7, 5) if shape == (70, 5) else shape for shape in SHAPES]
 

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from meshfold.experts.routing import Routing
+from meshfold.kernels import routing_totals
 from meshfold.mesh import Group, SpecError, all_reduce
 from meshfold.mesh.collectives import adjoint_pair
 
@@ -57,7 +58,11 @@ def routing_sums(routing: Routing, mask: Tensor | None = None) -> RoutingSums:
         mask: [n], 1 for tokens that count and 0 for others, such as padding; None if all do.
     """
     probabilities = routing.probabilities
-    each = torch.ones_like(probabilities[:, 0]) if mask is None else mask.to(probabilities.dtype)
+    if mask is None:
+        counts, shares, squares = routing_totals(routing.logits, probabilities, routing.index)
+        tokens = torch.full_like(squares, probabilities.shape[0], requires_grad=False)
+        return RoutingSums(counts=counts, probabilities=shares, squares=squares, tokens=tokens)
+    each = mask.to(probabilities.dtype)
     counts = torch.zeros_like(probabilities[0] if probabilities.shape[0] else probabilities.sum(0))
     counts = counts.detach().scatter_add(
         0, routing.index.flatten(), each.unsqueeze(1).expand_as(routing.index).flatten()
@@ -65,7 +70,7 @@ def routing_sums(routing: Routing, mask: Tensor | None = None) -> RoutingSums:
     squares = routing.logits.to(probabilities.dtype).logsumexp(-1).square()
     return RoutingSums(
         counts=counts,
-        probabilities=(probabilities if mask is None else probabilities * each.unsqueeze(1)).sum(0),
+        probabilities=(probabilities * each.unsqueeze(1)).sum(0),
         squares=(squares * each).sum(),
         tokens=each.sum(),
     )

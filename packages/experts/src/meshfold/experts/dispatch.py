@@ -26,11 +26,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from meshfold.experts.counting import by_expert, expert_places, pairs_of, rank_places
+from meshfold.experts.counting import rank_places
 from meshfold.experts.exchange import Exchange, send_back, send_routing
 from meshfold.experts.expert_rows import ExpertRows, RowSource, Run
 from meshfold.experts.ways import ToAll, ToSome, Way
-from meshfold.kernels import sum_rows, take_rows
+from meshfold.kernels import expert_places, pairs_of, sum_rows, take_rows
 from meshfold.mesh import Group, SpecError, all_gather, all_to_all
 from meshfold.mesh.processes import is_simulated, start_largest
 from meshfold.mesh.spec import EXCHANGES
@@ -254,7 +254,8 @@ def within_capacity(index: Tensor, experts: int, capacity: float, group: Group |
     """
     if not (isinstance(capacity, int | float) and math.isfinite(capacity) and capacity > 0):
         raise SpecError(f"capacity={capacity!r}: write a positive number, such as 1.25, or None for no limit")
-    places, counts = expert_places(index, experts)
+    places, _, ends = expert_places(index, experts)
+    counts = ends.long().diff(prepend=ends.new_zeros(1).long())
     mine = torch.cat([counts, torch.full_like(counts[:1], index.shape[0])])
     everyone = mine.unsqueeze(0) if group is None else all_gather(mine.unsqueeze(0), group, 0)
     earlier = everyone[: 0 if group is None else group.index].sum(0)[:experts]
@@ -282,15 +283,14 @@ def _here(
     """Run experts that are all on this rank. ``keeps``: keep the rows of tokens for backward instead of copying them again."""
     if index.is_meta and counts is None:
         counts = _evenly(rows, experts)
-    found = by_expert(index, experts, rows)
-    pairs, places = found.pairs, found.places
+    places, pairs, ends = expert_places(index, experts, rows)
     of_rows = None
     if weighs:
         of_rows = take_rows(weights.reshape(-1, 1), pairs, places.reshape(-1, 1)).squeeze(1)
     outputs = run(
         ExpertRows(
             values=take_rows(tokens, pairs, places),
-            ends=found.ends,
+            ends=ends,
             counts=counts,
             weights=of_rows,
             source=None if keeps else RowSource(tokens=tokens, pairs=pairs, places=places),

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from meshfold.kernels import softmax_choice
 from meshfold.mesh import SpecError
 
 
@@ -43,15 +44,8 @@ def softmax_top_k(logits: Tensor, k: int, *, normalize: bool = True, after: bool
         SpecError: unless k is 1 to e.
     """
     check_top_k(k, logits.shape[-1])
-    wide = logits.to(_dtype(logits))
-    probabilities = wide.softmax(-1)
-    if after:
-        chosen, index = wide.topk(k, -1)
-        weights = chosen.softmax(-1)
-    else:
-        weights, index = probabilities.topk(k, -1)
-        if normalize:
-            weights = weights / weights.sum(-1, keepdim=True)
+    # The softmax of the chosen logits is their probabilities divided by the sum of these.
+    index, weights, probabilities = softmax_choice(logits, k, normalize or after)
     return Routing(index=index, weights=weights, probabilities=probabilities, logits=logits)
 
 

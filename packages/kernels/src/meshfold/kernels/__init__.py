@@ -32,6 +32,8 @@ from meshfold.kernels.cross_entropy import (
 )
 from meshfold.kernels.dispatch import Availability, KernelError, available, count_kernels, count_parts, on_gpu, use
 from meshfold.kernels.dropout import dropout
+from meshfold.kernels.expert_choice import routing_totals, softmax_choice
+from meshfold.kernels.expert_places import expert_places, pairs_of, running_counts
 from meshfold.kernels.factored_lists import (
     came_distance_lists,
     factored_apply_lists,
@@ -195,6 +197,7 @@ __all__ = [
     "cross_entropy",
     "cross_entropy_backward",
     "dropout",
+    "expert_places",
     "factored_apply_lists",
     "factored_limit_lists",
     "fp8_backward",
@@ -248,6 +251,7 @@ __all__ = [
     "pair_attention_backward",
     "pair_attention_forward",
     "pair_attention_makes_logits",
+    "pairs_of",
     "random_bits",
     "random_stream",
     "rms_norm",
@@ -255,9 +259,12 @@ __all__ = [
     "rms_norm_backward_apply",
     "rms_norm_backward_stats",
     "rms_norm_stats",
+    "routing_totals",
     "row_product",
+    "running_counts",
     "segment_attention",
     "shared_columns",
+    "softmax_choice",
     "split_master",
     "square_sum_lists",
     "sum_add_norm",

@@ -37,6 +37,8 @@ FAMILIES: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "merge_attention": ("merge_attention_", ("triton",)),
     "pair_attention": ("pair_attention, pair_attention_forward, pair_attention_backward", ("triton",)),
     "token_rows": ("take_rows, sum_rows", ("triton",)),
+    "expert_choice": ("softmax_choice, routing_totals", ("triton",)),
+    "expert_places": ("expert_places", ("triton",)),
     "fp8_casts": ("to_fp8", ("triton",)),
     "cross_entropy": ("cross_entropy and its pieces, linear_cross_entropy, linear_log_probs", ("triton",)),
     "dropout": ("dropout", ("triton", "numba")),
