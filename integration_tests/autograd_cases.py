@@ -200,7 +200,7 @@ KERNELS = (
         "kernels.expert_choice._Choice",
         "",
         1,
-        of_shapes(lambda x: K.softmax_choice(x, 2, normalize=True)[1], X),
+        of_shapes(lambda x: K.softmax_choice(x, 2, normalize=True)[1], (4, WIDTH)),
     ),
     Case(
         "kernels.expert_choice._Totals",
