@@ -7,8 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from meshfold.kernels import expert_places as plain
 from meshfold.kernels._triton import cdiv, launch
+from meshfold.kernels.expert_places import placed as plain_placed
 
 _ELEMENTS = 4096  # of a tile of tokens and experts
 _STEPS = 4  # tiles of a run
@@ -110,7 +110,7 @@ def _place(
 def placed(index: Tensor, experts: int, rows: int) -> tuple[Tensor, Tensor, Tensor]:
     tokens, each = index.shape
     if experts > _WIDEST:
-        return plain.placed(index, experts, rows)
+        return plain_placed(index, experts, rows)
     wide = max(2, triton.next_power_of_2(experts))
     high = max(1, min(64, _ELEMENTS // wide))
     runs = cdiv(tokens, high * _STEPS)
