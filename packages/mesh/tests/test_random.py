@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import math
+from unittest import mock
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 
 from meshfold.mesh.random import (
     fill_normal_,
     fill_truncated_normal_,
     fill_uniform_,
     key_of,
+    loops,
     normal,
     random_bits,
     stream_state,
@@ -97,6 +99,55 @@ def test_any_split_holds_the_numbers_of_the_whole(fill: object, shape: tuple[int
         expected = torch.cat([expected, expected.new_zeros(*expected.shape[:dim], 3, *expected.shape[dim + 1 :])], dim)
         expected = expected.index_select(dim, p)
     assert torch.equal(local, expected)
+
+
+def test_square_roots_are_rounded_to_the_nearest() -> None:
+    x = torch.rand(4096, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * 70
+    assert random._sqrt_(x.clone()).tolist() == [math.sqrt(value) for value in x.tolist()]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("fill", [fill_uniform_, fill_normal_])
+def test_compiled_loops_give_the_bits_of_torch(
+    fill: object, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("numba", reason="needs numba, which meshfold-kernels installs")
+    ranges = {fill_uniform_: dict(low=-0.3, high=0.7), fill_normal_: dict(mean=0.1, std=0.02)}[fill]
+    settings = dict(seed=-5, key=key_of("w"), **ranges)
+    cases = [
+        (torch.empty((), dtype=dtype), [], (), {}),
+        (torch.empty(1031, dtype=dtype), whole((1031,)), (1031,), {}),
+        (torch.empty(3, 4, 5, dtype=dtype), whole((3, 4, 5)), (3, 4, 5), dict(strides=(1, 15, 3), offset=7)),
+        (torch.empty(64, 40, dtype=dtype).t(), whole((40, 64)), (40, 64), {}),
+        (torch.empty(0, 4, dtype=dtype), [torch.arange(0), torch.arange(4)], (9, 4), {}),
+        # padding, and coordinates in any order, far from the origin
+        (torch.empty(3, 2, dtype=dtype), [torch.tensor([2**40, 7, 3]), torch.tensor([8, 0])], (2**40 + 1, 8), {}),
+        (torch.empty(512, 515, dtype=dtype), whole((512, 515)), (512, 515), {}),  # by two threads
+        (nn.Parameter(torch.empty(7, 9, dtype=dtype)), whole((7, 9)), (7, 9), {}),
+    ]
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        for local, points, shape, more in cases:
+            monkeypatch.setattr(loops, "COMPILE_AFTER", math.inf)
+            expected = fill(torch.empty_like(local), points, shape, **settings, **more).detach().clone()
+            monkeypatch.setattr(loops, "COMPILE_AFTER", 0)
+            with mock.patch.object(random, "_mix_", side_effect=AssertionError("drawn by torch")):
+                fill(local, points, shape, **settings, **more)
+            assert torch.equal(local.detach(), expected), shape
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_a_process_that_draws_few_numbers_loads_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loops, "_drawn", 0)
+    monkeypatch.setattr(loops, "COMPILE_AFTER", 8)
+    monkeypatch.setattr(loops, "_has_numba", lambda: True)
+    x = torch.empty(4)
+    assert [loops.is_compiled(x) for _ in range(4)] == [False, False, True, True]
+    assert not loops.is_compiled(torch.empty(4, device="meta"))
+    monkeypatch.setattr(loops, "_has_numba", lambda: False)
+    assert not loops.is_compiled(x)
 
 
 @devices

@@ -12,7 +12,8 @@ with G = 0x9E3779B97F4A7C15, M1 = 0xBF58476D1CE4E5B9, M2 = 0x94D049BB133111EB an
 in seed and key, so keys should be hashes (`key_of`), never small numbers that may be another stream's seed.
 
 Normal numbers are computed only by additions, multiplications, divisions and square roots: IEEE 754 fixes how each is rounded. So
-uniform and normal numbers have the same bits for every split of a tensor, number of threads and device.
+uniform and normal numbers have the same bits for every split of a tensor, number of threads and device. This file makes them
+with torch; on a CPU a process that draws many uses the loops of ``numbers_numba.py``, which give the same bits.
 """
 
 from __future__ import annotations
@@ -21,17 +22,20 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from hashlib import blake2b
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from meshfold.mesh.random.loops import Loop, NormalLoop, UniformLoop, is_compiled
+
 _WORD = (1 << 64) - 1
-_GOLDEN, _M1, _M2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
-_SECOND_STREAM = 0x5851F42D4C957F2D  # xored into a key for the second uniform number of a normal
+GOLDEN, M1, M2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+SECOND_STREAM = 0x5851F42D4C957F2D  # xored into a key for the second uniform number of a normal
 
 # 2 atanh(s) = s P(s^2) for |s| <= 3 - 2 sqrt(2), and sin(2 pi y) = y Q(y^2) for |y| <= 1/4, interpolated at Chebyshev
 # nodes; relative errors 1.2e-18 and 3.3e-19. Written out because library log and cos may differ in the last bit between
 # vector and scalar code, and between devices.
-_LOG = (
+LOG = (
     2.0,
     0.6666666666666765,
     0.3999999999930234,
@@ -41,7 +45,7 @@ _LOG = (
     0.1531252814836419,
     0.14809710360655276,
 )
-_SIN = (
+SIN = (
     6.283185307179586,
     -41.341702240399755,
     81.60524927607362,
@@ -52,10 +56,11 @@ _SIN = (
     -0.7177337921413454,
     0.10089695501646812,
 )
-_SQRT_HALF_BITS = 0x3FE6A09E667F3BCD
+SQRT_HALF_BITS = 0x3FE6A09E667F3BCD
 
 _BLOCK_ON_CPU = 1 << 17  # elements per block: on a CPU temporaries stay in cache,
 _BLOCK_ON_DEVICE = 1 << 22  # on a GPU kernels outweigh launches; at most 8 temporaries of 8 bytes
+_BLOCK_OF_LOOP = 1 << 22  # a loop has no temporaries but a float32 block for narrower dtypes
 
 
 def key_of(name: str) -> int:
@@ -74,7 +79,7 @@ def random_bits(seed: int, key: int, index: Tensor) -> Tensor:
     Shapes:
         index: ... (int64, flat global element index)  ->  ... (int64)
     """
-    return _mix_(_counter(index * _signed(_GOLDEN), seed, key))
+    return _mix_(_counter(index * _signed(GOLDEN), seed, key))
 
 
 def uniform(seed: int, key: int, index: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -83,7 +88,7 @@ def uniform(seed: int, key: int, index: Tensor, dtype: torch.dtype = torch.float
     Shapes:
         index: ... (int64, flat global element index)  ->  ... (dtype)
     """
-    return _uniform(index * _signed(_GOLDEN), seed, key, dtype)
+    return _uniform(index * _signed(GOLDEN), seed, key, dtype)
 
 
 def normal(seed: int, key: int, index: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -92,7 +97,7 @@ def normal(seed: int, key: int, index: Tensor, dtype: torch.dtype = torch.float3
     Shapes:
         index: ... (int64, flat global element index)  ->  ... (dtype)
     """
-    return _normal(index * _signed(_GOLDEN), seed, key).to(dtype)
+    return _normal(index * _signed(GOLDEN), seed, key).to(dtype)
 
 
 def fill_uniform_(
@@ -134,7 +139,8 @@ def fill_uniform_(
     def sample(counter: Tensor) -> Tensor:
         return _uniform(counter, seed, key, dtype).mul_(high - low).add_(low)
 
-    return _fill_(local, coordinates, global_shape, strides, offset, sample)
+    loop = UniformLoop(low=low, high=high, first=_first(seed, key))
+    return _fill_(local, coordinates, global_shape, strides, offset, sample, loop)
 
 
 def fill_normal_(
@@ -157,7 +163,8 @@ def fill_normal_(
     def sample(counter: Tensor) -> Tensor:
         return _normal(counter, seed, key).mul_(std).add_(mean)
 
-    return _fill_(local, coordinates, global_shape, strides, offset, sample)
+    loop = NormalLoop(mean=mean, std=std, first=_first(seed, key), second=_first(seed, key ^ SECOND_STREAM))
+    return _fill_(local, coordinates, global_shape, strides, offset, sample, loop)
 
 
 def fill_truncated_normal_(
@@ -201,24 +208,32 @@ def _fill_(
     strides: Sequence[int] | None,
     offset: int,
     sample: Callable[[Tensor], Tensor],
+    loop: Loop | None = None,
 ) -> Tensor:
-    """Write sample(flat index * G) to every element, in blocks that bound the temporaries; zero in padding."""
+    """Write sample(flat index * G) to every element, in blocks that bound the temporaries; zero in padding.
+
+    ``loop``: compiled code that writes the same; None: there is none.
+    """
     if strides is None:
         strides = [math.prod(global_shape[dim + 1 :]) for dim in range(len(global_shape))]
     _check(local, coordinates, global_shape, strides)
-    golden = _signed(_GOLDEN)
+    golden = _signed(GOLDEN)
     steps = [
-        (points * _signed(stride * _GOLDEN)).to(local.device)
+        (points * _signed(stride * GOLDEN)).to(local.device)
         for points, stride in zip(coordinates, strides, strict=True)
     ]
     origin = torch.tensor(_signed(offset * golden), device=local.device)
-    limit = _BLOCK_ON_CPU if local.device.type == "cpu" else _BLOCK_ON_DEVICE
     with torch.no_grad():
-        for window in _windows(local.shape, limit):
-            counter = origin
-            for step, part in zip(steps, window, strict=True):
-                counter = counter.unsqueeze(-1) + step[part]
-            local[window].copy_(sample(counter))
+        if loop is not None and is_compiled(local):
+            for window in _windows(local.shape, _BLOCK_OF_LOOP):
+                loop.fill_(local[window], origin, [step[part] for step, part in zip(steps, window, strict=True)])
+        else:
+            limit = _BLOCK_ON_CPU if local.device.type == "cpu" else _BLOCK_ON_DEVICE
+            for window in _windows(local.shape, limit):
+                counter = origin
+                for step, part in zip(steps, window, strict=True):
+                    counter = counter.unsqueeze(-1) + step[part]
+                local[window].copy_(sample(counter))
         for dim, (points, size) in enumerate(zip(coordinates, global_shape, strict=True)):
             padding = (points >= size).nonzero().flatten()
             if padding.numel():
@@ -278,13 +293,25 @@ def _normal(counter: Tensor, seed: int, key: int) -> Tensor:
     """
     u = _shift(_mix_(_counter(counter, seed, key)), 11).add_(1).to(torch.float64).mul_(2.0**-53)  # in (0, 1]
     bits = u.view(torch.int64)
-    exponent = bits.sub(_SQRT_HALF_BITS).bitwise_right_shift_(52)  # u = 2**exponent * m with m in [sqrt(1/2), sqrt(2))
+    exponent = bits.sub(SQRT_HALF_BITS).bitwise_right_shift_(52)  # u = 2**exponent * m with m in [sqrt(1/2), sqrt(2))
     m = bits.sub_(exponent << 52).view(torch.float64)
     s = (m - 1.0).div_(m + 1.0)
-    radius = _polynomial(s * s, _LOG).mul_(s).add_(exponent.to(torch.float64).mul_(math.log(2.0)))
-    radius = radius.mul_(-2.0).sqrt_()
-    y = _shift(_mix_(_counter(counter, seed, key ^ _SECOND_STREAM)), 11).to(torch.float64).mul_(2.0**-54).sub_(0.25)
-    return _polynomial(y * y, _SIN).mul_(y).mul_(radius)
+    radius = _polynomial(s * s, LOG).mul_(s).add_(exponent.to(torch.float64).mul_(math.log(2.0)))
+    radius = _sqrt_(radius.mul_(-2.0))
+    y = _shift(_mix_(_counter(counter, seed, key ^ SECOND_STREAM)), 11).to(torch.float64).mul_(2.0**-54).sub_(0.25)
+    return _polynomial(y * y, SIN).mul_(y).mul_(radius)
+
+
+def _sqrt_(x: Tensor) -> Tensor:
+    """Take square roots in place, rounded as IEEE 754 fixes.
+
+    On a CPU torch calls MKL, whose root in float64 differs in the last bit for some numbers, on some processors; numpy's does not.
+    """
+    if x.device.type == "cpu" and type(x) is Tensor:
+        values = x.numpy()
+        np.sqrt(values, out=values)
+        return x
+    return x.sqrt_()
 
 
 def _polynomial(x: Tensor, coefficients: Sequence[float]) -> Tensor:
@@ -295,13 +322,18 @@ def _polynomial(x: Tensor, coefficients: Sequence[float]) -> Tensor:
 
 
 def _counter(counter: Tensor, seed: int, key: int) -> Tensor:
-    return counter + _signed(stream_state(seed, key) + _GOLDEN)
+    return counter + _signed(_first(seed, key))
+
+
+def _first(seed: int, key: int) -> int:
+    """Return what a stream adds to an element's counter, in [0, 2**64)."""
+    return (stream_state(seed, key) + GOLDEN) & _WORD
 
 
 def _mix_(z: Tensor) -> Tensor:
     """Apply splitmix64 without its first addition, in place."""
-    z.bitwise_xor_(_shift(z, 30)).mul_(_signed(_M1))
-    z.bitwise_xor_(_shift(z, 27)).mul_(_signed(_M2))
+    z.bitwise_xor_(_shift(z, 30)).mul_(_signed(M1))
+    z.bitwise_xor_(_shift(z, 27)).mul_(_signed(M2))
     return z.bitwise_xor_(_shift(z, 31))
 
 
@@ -311,9 +343,9 @@ def _shift(z: Tensor, by: int) -> Tensor:
 
 
 def _splitmix(x: int) -> int:
-    z = (x + _GOLDEN) & _WORD
-    z = (z ^ (z >> 30)) * _M1 & _WORD
-    z = (z ^ (z >> 27)) * _M2 & _WORD
+    z = (x + GOLDEN) & _WORD
+    z = (z ^ (z >> 30)) * M1 & _WORD
+    z = (z ^ (z >> 27)) * M2 & _WORD
     return z ^ (z >> 31)
 
 
