@@ -173,6 +173,7 @@ CHOSEN_BY_GENERATORS = {
     "packed_weight_triton.py",
     "paged_attention_triton.py",
     "row_product_triton.py",
+    "row_words_triton.py",
     "word_choice_triton.py",
 }
 """Kernels that are tried on a device before they are used."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from meshfold.kernels import PackedWeight, RowWeight, largest_magnitudes, pack_weight, row_product
+from meshfold.kernels import PackedWeight, RowCall, RowWeight, largest_magnitudes, pack_weight, row_product
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if not torch.cuda.is_available() and not INTERPRETED:
@@ -20,6 +20,7 @@ from meshfold.kernels import packed_weight_triton  # noqa: E402  (which needs Tr
 from meshfold.kernels.packed_weight import unpacks_alike  # noqa: E402
 from meshfold.kernels.packed_weight_triton import launch_unpack  # noqa: E402
 from meshfold.kernels.row_product_triton import product  # noqa: E402
+from meshfold.kernels.row_tiles import Tile, measured_row_tiles, word_tiles  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
@@ -88,23 +89,50 @@ _INT4_AGAIN = [("int4", torch.bfloat16), ("int4 zero", torch.float32)]
     ],
 )
 def test_one_row(form: str, dtype: torch.dtype) -> None:
+    for n, k in SIZES:
+        check_one_row(form, dtype, n, k, None)
+
+
+@pytest.mark.parametrize(
+    ("form", "dtype"),
+    [
+        ("float", torch.bfloat16),
+        ("int4", torch.bfloat16),
+        ("int4 zero", torch.float32),
+        ("int8 groups", torch.bfloat16),
+        ("int8", torch.float32),
+        pytest.param("int8 zero", torch.float32, marks=pytest.mark.slow),
+    ],
+)
+def test_one_row_by_words(form: str, dtype: torch.dtype) -> None:
+    """Words of eight bytes: of a row with fewer words than a program has threads, and with more."""
+    for k in (48, 2112):
+        tile = Tile(2, 32, 1, words=True)
+        check_one_row(form, dtype, 3, k, tile)
+        if not INTERPRETED:
+            for tile in word_tiles(16 if form == "float" else int(form[3]), gated=False):
+                check_one_row(form, dtype, 2050, k, tile)
+
+
+def check_one_row(form: str, dtype: torch.dtype, n: int, k: int, tile: Tile | None) -> None:
     random = torch.Generator().manual_seed(0)
-    for (n, k), biased in ((size, biased) for size in SIZES for biased in (False, True)):
+    for biased in (False, True):
         x, weight, bias = (torch.randn(*s, generator=random).to(DEVICE, dtype) for s in ((1, 1, k), (n, k), (n,)))
         given = bias if biased else None
         if form == "float":
-            wanted, found = F.linear(x.double(), weight.double()), product(x, weight, given)
+            wanted, found = F.linear(x.double(), weight.double()), product(x, weight, given, tile=tile)
         else:
             made = packed(weight, form)
             wanted = F.linear(x.double(), made.unpack(torch.float64))
-            found = product(x, made.codes, given, made.scale, made.zero)
+            found = product(x, made.codes, given, made.scale, made.zero, tile=tile)
         wanted = wanted + bias.double() if biased else wanted
         error = float((found.double() - wanted).abs().max() / wanted.abs().max())
         assert found.shape == (1, 1, n) and error < (1e-5 if dtype == torch.float32 else 2e-2), (n, k, error)
 
 
+@pytest.mark.parametrize("tile", [None, Tile(4, 32, 1, words=True)], ids=["by shape", "words"])
 @pytest.mark.parametrize("form", ["float", "int8 zero", "int4 zero"])
-def test_what_stands_around_a_product(form: str) -> None:
+def test_what_stands_around_a_product(form: str, tile: Tile | None) -> None:
     """A norm before, a second product that gates, a bias and a residual behind."""
     random = torch.Generator().manual_seed(1)
     n, k = 6, 96
@@ -125,7 +153,7 @@ def test_what_stands_around_a_product(form: str) -> None:
     there = [RowWeight(*(part if part is None else part.cpu() for part in layer)) for layer in layers]
     wanted = F.silu(gate) * up + residual.double()
     for found in (
-        product(x, *layers[1], gate=layers[0], norm=(gain, 1e-5), add=residual),
+        product(x, *layers[1], gate=layers[0], norm=(gain, 1e-5), add=residual, tile=tile),
         row_product(x.cpu(), there[1], gate=there[0], norm=(gain.cpu(), 1e-5), add=residual.cpu()),  # the reference
     ):
         assert float((found.cpu().double() - wanted.cpu()).abs().max() / wanted.abs().max()) < 1e-5
@@ -133,8 +161,44 @@ def test_what_stands_around_a_product(form: str) -> None:
 
 def test_a_program_is_no_wider_than_the_weight() -> None:
     """Where ranks split k, more rows take the place of columns that are not there."""
-    from meshfold.kernels.row_product_triton import tile_of
-
-    weight = torch.empty(1, 1, dtype=torch.bfloat16)
-    sizes = {k: tile_of(4096, k, weight, 0, gated=False)[:2] for k in (4096, 3584, 1024, 512, 32)}
+    weight = torch.empty(4096, 4096, dtype=torch.bfloat16)
+    sizes = {k: RowCall(RowWeight(weight[:, :k])).known_tile()[:2] for k in (4096, 3584, 1024, 512, 32)}
     assert sizes == {4096: (2, 2048), 3584: (2, 2048), 1024: (4, 1024), 512: (8, 512), 32: (8, 32)}
+    normed = RowCall(
+        RowWeight(weight), norm=(weight[0], 1e-5)
+    )  # the more rows, the fewer programs read the norm's gain
+    assert normed.known_tile() == Tile(8, 1024, 4) and normed._replace(gate=normed.layer).known_tile() == Tile(
+        4, 2048, 8
+    )
+
+
+def test_the_fastest_tile_is_taken_if_it_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    from meshfold.kernels import row_product_triton, row_tiles
+
+    monkeypatch.setattr(row_tiles, "_LEAST_BYTES", 0)
+    weight = torch.randn(3, 64, generator=torch.Generator().manual_seed(0)).to(DEVICE, torch.bfloat16)
+    call = RowCall(RowWeight(weight))
+    known, words = call.known_tile(), word_tiles(16, gated=False)
+    real, ran = row_product_triton.product, []
+
+    def wrong(*given: object, tile: Tile, **more: object) -> Tensor:
+        ran.append(tile)
+        if tile == words[1]:
+            raise RuntimeError("ptxas: no such file")
+        return real(*given, tile=tile, **more) * (1.1 if tile == words[0] else 1.0)
+
+    monkeypatch.setattr(row_product_triton, "product", wrong)
+
+    def measured(times: dict[Tile, float]) -> Tile:
+        def time(run: object) -> float:
+            run()  # type: ignore[operator]
+            return times.get(ran[-1], 1.0)
+
+        with pytest.warns(UserWarning, match="which may be slower: ptxas"):
+            [(kind, tile)] = measured_row_tiles([call, call], torch.bfloat16, time).items()
+        assert kind == call.kind(torch.bfloat16)
+        return tile
+
+    assert measured({known: 1.0, words[0]: 0.1, words[1]: 0.1, words[2]: 0.99}) == known
+    assert measured({known: 1.0, words[2]: 0.97}) == words[2]
+    assert call._replace(layer=RowWeight(weight[:, 1:])).word_bits() == 0

@@ -22,6 +22,7 @@ from meshfold.inference.calls import ModelCalls
 from meshfold.inference.compiled import CompiledBlocks
 from meshfold.inference.decode import DecodeBatch, bucket
 from meshfold.inference.fused_sums import FusedSums, OneShot
+from meshfold.inference.measured import choose_row_programs
 from meshfold.inference.routing import head_of, routed, unrouted_reason
 from meshfold.inference.row_kernels import RowKernels
 from meshfold.inference.sampling import Sampling, sample, sampling_rows
@@ -244,6 +245,12 @@ class PagedForward:
             self.without = dict(row_kernels=reason, sums=reason)
             return
         self.row_kernels = RowKernels(self.model, head_of(self.model))
+        self._take_sums(sums)
+        group = None if self.sums is None else self.sums.group
+        choose_row_programs(self.row_kernels, self.pool.layers[0].dtype, group, self.device)
+
+    def _take_sums(self, sums: str) -> None:
+        """Take the kernels that sum few rows over ranks, in one of the ways of :data:`SUMS`."""
         if sums == "collectives":
             self.without["sums"] = "sums='collectives'"
             return

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshfold.kernels import RowWeight, packed_weight_of, row_product
+from meshfold.kernels import RowCall, RowWeight, packed_weight_of, row_product
 from meshfold.mesh import all_reduce
 from meshfold.tensor_parallel import Linear
 
@@ -60,6 +60,7 @@ class RowKernels:
         """
         self._forwards: dict[nn.Module, Callable[..., Tensor]] = {}
         self._norms: dict[nn.Module, nn.Module] = {}  # of each layer that takes one into its product
+        self._gated: dict[nn.Module, tuple[str, ...]] = {}  # names of the layers of MLPs
         for block in model.modules():
             for name, readers in _NORMED:
                 self._take_norm(block, name, readers)
@@ -82,6 +83,7 @@ class RowKernels:
             names = next((names for names in _GATED if _multiplies(module, names)), None)
             if names is not None and _gates_by_silu(module):
                 self._forwards[module] = partial(self._gated_mlp, module, names)
+                self._gated[module] = names
         for norm in set(self._norms.values()):
             self._forwards[norm] = _as_given
         self._added: dict[nn.Module, Tensor] = {}  # the stream, for a layer that adds it to its output
@@ -95,6 +97,21 @@ class RowKernels:
     def entered(self) -> AbstractContextManager[None]:
         """Return a context manager in which the layers compute by these kernels."""
         return replaced_forwards(self._forwards)
+
+    def calls(self) -> list[RowCall]:
+        """Return the products of one row that the model makes with its weights on this rank."""
+        pairs = [(mlp, [getattr(mlp, name) for name in names[:2]]) for mlp, names in self._gated.items()]
+        inside = {layer for _, layers in pairs for layer in layers}
+        found: list[RowCall | None] = [self._gate_call(mlp) for mlp, _ in pairs]
+        for module in self._forwards:  # in one order on all ranks
+            if module in inside:
+                continue
+            if isinstance(module, Linear):
+                known, norm = sharded_layer(module), None
+            else:
+                known, norm = _layer(module), self._norms.get(module)
+            found.append(None if known is None else RowCall(known, norm=None if norm is None else gain_of(norm)))
+        return [call for call in found if call is not None and call.layer.weight.is_cuda]
 
     def _take_norm(self, block: nn.Module, name: str, readers: tuple[str, ...]) -> None:
         norm = getattr(block, name, None)
@@ -126,19 +143,27 @@ class RowKernels:
         return layer.whole(y) if layer.gather_output else y
 
     def _gated_mlp(self, mlp: nn.Module, names: tuple[str, ...], x: Tensor) -> Tensor:
-        gate, up, down = (getattr(mlp, name) for name in names)
-        first, second = _factor(gate), _factor(up)
-        if x.numel() != x.shape[-1] or first is None or second is None:
+        gate, down = getattr(mlp, names[0]), getattr(mlp, names[2])
+        call = self._gate_call(mlp) if x.numel() == x.shape[-1] else None
+        if call is None:
             return type(mlp).forward(mlp, x)  # type: ignore[no-any-return]
         if isinstance(gate, Linear):
             x = gate.input_adapter(x)[0]
+        hidden = row_product(x, call.layer, gate=call.gate, norm=call.norm)
+        y: Tensor = down(hidden)
+        return y
+
+    def _gate_call(self, mlp: nn.Module) -> RowCall | None:
+        """Return the product of an MLP's first layers; None if they cannot be multiplied now."""
+        gate, up = (getattr(mlp, name) for name in self._gated[mlp][:2])
+        first, second = _factor(gate), _factor(up)
+        if first is None or second is None:
+            return None
         if gate is up:
             half = first.weight.shape[0] // 2
             first, second = first.part(0, half), second.part(half, 2 * half)
         norm = self._norms.get(gate)
-        hidden = row_product(x, second, gate=first, norm=None if norm is None else gain_of(norm))
-        y: Tensor = down(hidden)
-        return y
+        return RowCall(second, first, None if norm is None else gain_of(norm))
 
 
 def own_block(added: dict[nn.Module, Tensor], block: Any, x: Tensor, *others: Any) -> Tensor:

@@ -85,6 +85,7 @@ from meshfold.kernels.one_shot import (
     sum_add_norm,
 )
 from meshfold.kernels.one_shot_packets import PACKET_TRIES, packet_bytes, packet_rows, packet_sum
+from meshfold.kernels.overlap import overlapped_launches, overlaps_on
 from meshfold.kernels.packed_weight import (
     PACKED_FORMATS,
     PackedWeight,
@@ -114,6 +115,7 @@ from meshfold.kernels.random_bits import random_bits
 from meshfold.kernels.random_bits import stream as random_stream
 from meshfold.kernels.rotary import apply_rotary, apply_rotary_
 from meshfold.kernels.row_product import RowWeight, row_product
+from meshfold.kernels.row_tiles import RowCall, measured_row_tiles, take_row_tiles
 from meshfold.kernels.segment_attention import Segment, Segments, segment_attention
 from meshfold.kernels.split_norms import (
     layer_norm_apply,
@@ -167,6 +169,7 @@ __all__ = [
     "OneShotMemory",
     "PackedWeight",
     "QuantizedState",
+    "RowCall",
     "RowWeight",
     "Segment",
     "Segments",
@@ -233,6 +236,7 @@ __all__ = [
     "log_exponential",
     "loss_per_row",
     "masked_attention",
+    "measured_row_tiles",
     "merge_attention_",
     "merge_words",
     "of_codes",
@@ -241,6 +245,8 @@ __all__ = [
     "one_shot_rows",
     "one_shot_slot",
     "one_shot_sum",
+    "overlapped_launches",
+    "overlaps_on",
     "pack_nf4",
     "pack_weight",
     "packed_weight_of",
@@ -274,6 +280,7 @@ __all__ = [
     "sum_rows",
     "swiglu",
     "swiglu2",
+    "take_row_tiles",
     "take_rows",
     "to_codes",
     "to_fp8",

@@ -6,65 +6,16 @@ run in the same launch: RMSNorm of the row, a second product that gates, a bias,
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from meshfold.kernels._triton import cdiv, launch
+from meshfold.kernels.overlap import early
 from meshfold.kernels.row_product import RowWeight
-
-
-class Tile(NamedTuple):
-    """Sizes of a program.
-
-    Attributes:
-        rows: outputs.
-        columns: of the weight at a time.
-        warps: of the program.
-        stages: loads in flight by way of shared memory; 1 for none.
-    """
-
-    rows: int
-    columns: int
-    warps: int
-    stages: int = 1
-
-
-@triton.jit
-def _finish(
-    total,
-    other,
-    squares,
-    bias,
-    bias2,
-    add,
-    y,
-    row,
-    inside,
-    n,
-    k,
-    eps,
-    NORM: tl.constexpr,
-    GATED: tl.constexpr,
-    BIAS: tl.constexpr,
-    ADD: tl.constexpr,
-):
-    if NORM:
-        rstd = 1.0 / tl.sqrt(squares / k + eps)
-        total *= rstd
-        other *= rstd
-    if BIAS:
-        total += tl.load(bias + row, mask=inside, other=0.0).to(tl.float32)
-        if GATED:
-            other += tl.load(bias2 + row, mask=inside, other=0.0).to(tl.float32)
-    if GATED:
-        total = total / (1.0 + tl.exp(-total)) * other
-    if ADD:
-        total += tl.load(add + row, mask=inside, other=0.0).to(tl.float32)
-    tl.store(y + row, total.to(y.dtype.element_ty), mask=inside)
+from meshfold.kernels.row_tiles import RowCall, Tile, group_of
+from meshfold.kernels.row_words_triton import finish, product_words
 
 
 @triton.jit
@@ -102,8 +53,12 @@ def _product(
     BN: tl.constexpr,
     BK: tl.constexpr,
     STAGES: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Multiply by a weight (GROUP 0), by codes with a scale of each row (GROUP 1), or of each group."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     row = tl.program_id(0) * BN + tl.arange(0, BN)
     inside = row < n
     column = tl.arange(0, BK)
@@ -139,7 +94,7 @@ def _product(
         total *= tl.load(scale + row, mask=inside, other=0.0)
         if GATED:
             other *= tl.load(scale2 + row, mask=inside, other=0.0)
-    _finish(total, other, tl.sum(squares, 0), bias, bias2, add, y, row, inside, n, k, eps, NORM, GATED, BIAS, ADD)
+    finish(total, other, tl.sum(squares, 0), bias, bias2, add, y, row, inside, n, k, eps, NORM, GATED, BIAS, ADD)
 
 
 @triton.jit
@@ -187,8 +142,12 @@ def _product_int4(
     BN: tl.constexpr,
     BK: tl.constexpr,
     STAGES: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Multiply by codes of four bits, in words of eight; BK / GROUP groups at a time."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     BG: tl.constexpr = BK // GROUP
     WORDS: tl.constexpr = GROUP // 8
     row = tl.program_id(0) * BN + tl.arange(0, BN)
@@ -233,7 +192,7 @@ def _product_int4(
                 middle = tl.load(zero2 + factor, mask=inner, other=0).to(tl.float32)
             acc2 += (tl.sum(part2, 2) - middle * sums) * tl.load(scale2 + factor, mask=inner, other=0.0)
     squared = tl.sum(tl.sum(squares, 1), 0)
-    _finish(
+    finish(
         tl.sum(acc, 1), tl.sum(acc2, 1), squared, bias, bias2, add, y, row, inside, n, k, eps, NORM, GATED, BIAS, ADD
     )
 
@@ -262,18 +221,21 @@ def product(
     y = torch.empty(*x.shape[:-1], n, dtype=x.dtype, device=x.device)
     second = RowWeight(weight, bias, scale, zero)
     first = second if gate is None else gate
-    four, groups = weight.dtype == torch.uint8, 1 if scale is None else scale.shape[1]
-    group = k // groups if four else 0 if scale is None else 1 if groups == 1 else k // groups
-    sizes = tile or tile_of(n, k, weight, group, gated=gate is not None)
-    codes = [part[0].view(torch.int32) if four else part[0] for part in (first, second)]
+    four, groups, group = weight.dtype == torch.uint8, 1 if scale is None else scale.shape[1], group_of(second)
+    call = RowCall(second, gate, norm)
+    sizes = tile or call.tile(x.dtype)
+    words = call.word_bits() if sizes.words else 0
+    if sizes.words and not words:
+        sizes = call.known_tile()
+    wide = torch.int64 if words else torch.int32 if four else None
+    codes = [part[0] if wide is None else part[0].view(wide) for part in (first, second)]
     gain, eps = (weight, 0.0) if norm is None else norm
-    if four and x.dtype == torch.bfloat16:  # read in eights of bytes
-        x, gain = (part.clone() if part.data_ptr() % 8 else part for part in (x, gain))
+    if x.dtype == torch.bfloat16 and (words or four):  # read in eights of bytes
+        x = x.clone() if x.data_ptr() % 8 else x
+    if gain.dtype == torch.bfloat16 and (words or four):
+        gain = gain.clone() if gain.data_ptr() % 8 else gain
     pairs = [weight if part is None else part for i in (2, 3, 1) for part in (first[i], second[i])]
-    launch(
-        _product_int4 if four else _product,
-        (cdiv(n, sizes.rows),),
-        x,
+    arguments = (
         x,
         *codes,
         *pairs,
@@ -285,6 +247,8 @@ def product(
         codes[0].stride(0),
         groups,
         eps,
+    )
+    parts = dict(
         GROUP=group,
         ZERO=zero is not None,
         BIAS=bias is not None,
@@ -292,23 +256,20 @@ def product(
         GATED=gate is not None,
         ADD=add is not None,
         BN=sizes.rows,
+        num_warps=sizes.warps,
+        **early(),
+    )
+    grid = (cdiv(n, sizes.rows),)
+    if words:
+        launch(product_words, grid, x, *arguments, 1, BITS=words, BC=32 * sizes.warps, **parts)
+        return y
+    launch(
+        _product_int4 if four else _product,
+        grid,
+        x,
+        *arguments,
         BK=max(sizes.columns, group) if four else sizes.columns,
         STAGES=sizes.stages,
-        num_warps=sizes.warps,
+        **parts,
     )
     return y
-
-
-def tile_of(n: int, k: int, weight: Tensor, group: int, *, gated: bool) -> Tile:
-    """Return the sizes of a program for a weight: the fastest that were tried on an H100 with the layers of an 8B model."""
-    if n < 512:  # few outputs: a program for each
-        return Tile(1, min(triton.next_power_of_2(k), 2048), 4)
-    if weight.dtype == torch.uint8:
-        return Tile(16 if n >= 8192 else 8, 1024, 2)
-    if weight.element_size() > 1:
-        wide = 2048 if weight.element_size() == 2 else 1024
-        columns = min(wide, triton.next_power_of_2(k))  # narrow where ranks split k: more rows, the same elements
-        return Tile(min(2 * wide // columns, 8), columns, 4 if gated else 2)
-    if weight.dtype == torch.int8 and group == 1:
-        return Tile(4, 1024, 4 if gated else 2, 3)
-    return Tile(4, 1024, 4)
