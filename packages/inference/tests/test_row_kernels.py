@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,7 @@ def test_texts_are_the_same(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = {"own gpt": (0, 0), "mixtral": (0, 2 * 3 + 1), "llama": (2, 2 * 3 + 1), "qwen3": (2, 2 * 3 + 1)}
     assert (gated, normed) == wanted.get(kind, (2, 2 + 1))
     assert len(rows) // 5 == layers - (2 if kind in ("llama", "qwen3") else 0)  # gate and up are one
+    assert len(kernels.calls()) == len(rows) // 5
     assert not any("forward" in vars(module) for module in model.modules())
     assert bool(kernels)
 
@@ -130,6 +132,45 @@ def test_kernels_that_cannot_be_made_are_done_without(monkeypatch: pytest.Monkey
     assert generator.runner.row_kernels is None
     prompt = prompts(2)[1]
     assert generator.generate([prompt], sampling=GREEDY).tokens == [greedy(model, prompt, 6)]
+
+
+def measured_on_ranks() -> list[tuple[int, int] | None]:
+    """Rows of the programs that a rank takes: each measures another, then none of them, then one fails."""
+    from meshfold.inference import measured
+    from meshfold.kernels.row_tiles import Tile
+
+    found: list[tuple[int, int] | None] = []
+    with Engine(own("llama"), dict(tensor=2)) as engine:
+        group = engine.mesh.group("tensor")
+        kernels, cpu = RowKernels(engine.model, head_of(engine.model)), torch.device("cpu")
+
+        def mine(calls: Any, dtype: torch.dtype) -> dict[Any, Tile]:
+            return {call.kind(dtype): Tile(1 << group.index, len(calls), 1) for call in calls}
+
+        def fails(calls: Any, dtype: torch.dtype) -> dict[Any, Tile]:
+            if group.index:
+                raise RuntimeError("out of memory")
+            return mine(calls, dtype)
+
+        for measure, over in ((mine, group), (mine, None), (fails, group)):
+            taken: list[Any] = []
+            with warnings.catch_warnings(record=True) as told, pytest.MonkeyPatch.context() as patch:
+                warnings.simplefilter("always")
+                patch.setattr(measured, "take_row_tiles", taken.append)
+                patch.setattr(measured, "measured_row_tiles", measure)
+                measured.choose_row_programs(kernels, torch.float32, over, cpu)
+            assert [str(each.message).endswith("slower: out of memory") for each in told] == [True] * (
+                measure is fails and group.index
+            )
+            tiles = {tile[:2] for tiles in taken for tile in tiles.values()}
+            found.append(tiles.pop() if tiles else None)
+            assert not tiles
+    return found
+
+
+def test_ranks_take_the_programs_that_the_first_has_measured() -> None:
+    # qkv, out, the gated pair and down of two layers, and the head; ranks that share a model in another way measure nothing.
+    assert run_on_ranks(2, measured_on_ranks) == [[(1, 9), None, None]] * 2
 
 
 class PlainSum:

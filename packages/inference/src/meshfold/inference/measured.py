@@ -29,7 +29,10 @@ def choose_row_programs(kernels: RowKernels, dtype: torch.dtype, group: Group | 
     tiles, reason = {}, ""
     try:
         with torch.no_grad():
-            tiles = measured_row_tiles(kernels.calls(), dtype)
+            calls = [
+                call for call in kernels.calls() if call.layer.weight.device.type == device.type
+            ]  # others are away
+            tiles = measured_row_tiles(calls, dtype)
     except Exception as problem:  # of Triton's compiler, or no memory
         reason = (str(problem) or type(problem).__name__).strip().split("\n")[0]
         warnings.warn(f"programs for a single row were not measured, which may be slower: {reason}", stacklevel=2)

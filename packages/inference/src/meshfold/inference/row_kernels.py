@@ -111,7 +111,7 @@ class RowKernels:
             else:
                 known, norm = _layer(module), self._norms.get(module)
             found.append(None if known is None else RowCall(known, norm=None if norm is None else gain_of(norm)))
-        return [call for call in found if call is not None and call.layer.weight.is_cuda]
+        return [call for call in found if call is not None]
 
     def _take_norm(self, block: nn.Module, name: str, readers: tuple[str, ...]) -> None:
         norm = getattr(block, name, None)
