@@ -10,7 +10,7 @@ from meshfold.inference.row_kernels import RowKernels
 from meshfold.kernels import measured_row_tiles, take_row_tiles
 from meshfold.mesh import Group
 from meshfold.mesh.collectives import all_gather_object
-from meshfold.mesh.processes.process_group import running_world
+from meshfold.mesh.processes import running_world
 
 
 def choose_row_programs(kernels: RowKernels, dtype: torch.dtype, group: Group | None, device: torch.device) -> None:
