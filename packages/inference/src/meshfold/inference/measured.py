@@ -1,4 +1,4 @@
-"""What is measured on a GPU before it is used: programs for a single row, chosen for the weights that a model has."""
+"""Choices that are measured on a GPU first: programs for a single row, for the weights that a model has."""
 
 from __future__ import annotations
 

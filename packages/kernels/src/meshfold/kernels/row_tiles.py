@@ -1,4 +1,4 @@
-"""Which program multiplies a row by a weight: sizes that were fast on an H100, or the fastest for the weights that a model has."""
+"""Sizes of the program that multiplies a row by a weight: those fast on an H100, or the fastest for the weights of a model."""
 
 from __future__ import annotations
 
