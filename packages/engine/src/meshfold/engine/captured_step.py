@@ -25,6 +25,7 @@ from torch.utils import _pytree as pytree
 from meshfold.engine.errors import TrainingError
 from meshfold.engine.model.mask_choice import masks_by_shape
 from meshfold.mesh import SpecError
+from meshfold.mesh.model_io import LossMean
 
 if TYPE_CHECKING:
     from meshfold.engine.batches.batch import Batch
@@ -188,7 +189,7 @@ class _Counted:
 
     count: Tensor
 
-    def count_without(self, ignored: int) -> None:
+    def recount(self, mean: LossMean, ignored: int) -> None:
         """Raises:
         TrainingError: always; the micro-steps before have seen what the loss ignores.
         """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, Protocol
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from meshfold.engine.batches import batch as batches
 from meshfold.engine.batches.branches import BranchMask
 from meshfold.engine.batches.loss import LossCalls, fields_of, leave_out_targets
+from meshfold.engine.batches.observed_mean import check_rows_apart, observed_mean
 from meshfold.engine.batches.packed import OwnDocuments
 from meshfold.engine.batches.sharding import Shares
 from meshfold.engine.batches.shown import called, note_in_place, rows_of_tables
@@ -23,7 +24,7 @@ from meshfold.engine.states.replicated import States
 from meshfold.engine.world import World
 from meshfold.kernels.fuse import DeferredLogits
 from meshfold.mesh import SpecError
-from meshfold.mesh.model_io import IGNORE_INDEX, LABEL_NAMES, eval_mode, is_encoder_decoder, labels_are_shifted
+from meshfold.mesh.model_io import IGNORE_INDEX, LABEL_NAMES, LossMean, eval_mode, is_encoder_decoder, loss_mean
 
 
 class Counted(Protocol):
@@ -33,8 +34,8 @@ class Counted(Protocol):
     def count(self) -> Tensor:
         """A scalar int64 on the device."""
 
-    def count_without(self, ignored: int) -> None:
-        """Count again, without the targets that the loss ignores."""
+    def recount(self, mean: LossMean, ignored: int) -> None:
+        """Count again, what the loss is a mean over."""
 
 
 class Forward:
@@ -62,11 +63,12 @@ class Forward:
         """
         self._model, self._world, self._precision, self._states = model, world, precision, states
         self._pipelined, self._loss_fn, self._logits = pipelined, loss_fn, logits
-        self._shifted = loss_fn is None and labels_are_shifted(model)
+        self._mean = loss_mean(model) if loss_fn is None else LossMean.LABELS
         self._aligned = not is_encoder_decoder(model)
         self._takes_cache = batches.takes_cache(model)
         self._makes_masks = makes_masks(model)
         self._names_taken = batches.names_taken(model)
+        self._ignores_labels = batches.ignores_labels(model)
         self._ignored = IGNORE_INDEX
         # Determined once: a loss always averages over the same things.
         self._looks = world.data_size > 1
@@ -75,7 +77,7 @@ class Forward:
     @property
     def shifts_labels(self) -> bool:
         """True if the model predicts each label from the tokens before it, so that the first of a row does not count."""
-        return self._shifted
+        return self._mean is LossMean.NEXT_TOKENS
 
     # -- before a call ----------------------------------------------------------------------------------------------
 
@@ -95,6 +97,10 @@ class Forward:
             aligned=self._aligned,
             kept=fields_of(self._loss_fn) or (),
         )
+        if self._ignores_labels and isinstance(batch, Mapping) and "labels" not in batch and "labels" in work.kwargs:
+            # Made of the token ids, for a model that has targets of other names, or none.
+            kwargs = {name: value for name, value in work.kwargs.items() if name != "labels"}
+            work = replace(work, kwargs=kwargs, targets=None)
         if self._takes_cache:
             work.kwargs.setdefault("use_cache", False)
         work = self._branches.add(batch, work, self._precision.dtype)
@@ -114,7 +120,7 @@ class Forward:
             places: whether positions are needed, as by dropout; computing them waits for the device.
         """
         places = places and self._world.device.type != "meta"
-        return Shares(work, self._world, shifted=self._shifted, places=places, ignored=self._ignored)
+        return Shares(work, self._world, mean=self._mean, places=places, ignored=self._ignored)
 
     # -- calls ------------------------------------------------------------------------------------------------------
 
@@ -184,12 +190,24 @@ class Forward:
             return self.loss_of(self.output(work), work)
         exact = self._world.data_size == self._world.row_size
         with LossCalls(parts="data ranks", exact=exact) as calls:
-            loss = self.loss_of(self.output(work), work)
+            output = self.output(work)
+            loss = self.loss_of(output, work)
         self._looks = calls.ignored != IGNORE_INDEX  # then filler rows need their own targets
         if calls.ignored != self._ignored:
             self._ignored = calls.ignored
-            shares.count_without(calls.ignored)
+            shares.recount(self._mean, calls.ignored)
+        elif exact and self._ignored == IGNORE_INDEX and self._loss_fn is None:
+            self._settle_mean(calls, output, work, shares)
         return loss
+
+    def _settle_mean(self, calls: LossCalls, output: Any, work: batches.Batch, shares: Counted) -> None:
+        """Weight ranks by what the model's own loss is a mean over, once that was observed."""
+        name = type(self._model).__name__
+        check_rows_apart(calls, output, work, self._world, name)
+        mean = observed_mean(calls, work, self._world, mean=self._mean, name=name)
+        if mean is not self._mean:
+            self._mean = mean
+            shares.recount(mean, self._ignored)
 
     def assess(self, work: batches.Batch, shares: Shares) -> Tensor:
         """Return :meth:`loss` in eval mode without gradients, also for a model in stages."""

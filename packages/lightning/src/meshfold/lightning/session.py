@@ -24,6 +24,7 @@ from meshfold.engine.world import World
 from meshfold.lightning.optimizer_units import OptimizerUnits, ReplicatedUnits, check_optimizers, named_groups
 from meshfold.mesh import SpecError, metadata
 from meshfold.mesh.initialization import ValueSource, record_initialization, set_value_source
+from meshfold.mesh.model_io import LossMean
 
 if TYPE_CHECKING:
     from meshfold.lightning.zero_units import ZeroUnits
@@ -231,7 +232,7 @@ class Session:
         if not self._drops or rows is None:
             return nullcontext()
         work = Batch(args=(rows,), kwargs={}, given=None, rows=rows.shape[0], targets=None)
-        shares = Shares(work, self.world, shifted=False, places=True)
+        shares = Shares(work, self.world, mean=LossMean.ROWS, places=True)
         return randomness(self._seed, self._steps, shares, self.world.device, torch_too=self._torch_dropout)
 
     def _cast_inputs(self) -> None:

@@ -34,7 +34,7 @@ from meshfold.kernels import Fp8Weight
 from meshfold.kernels.fuse import fuse
 from meshfold.mesh import Entry, Mesh, ParallelSpec, SpecError, all_reduce, dropout_stream, record
 from meshfold.mesh.collectives.push import channel_bytes
-from meshfold.mesh.model_io import DryRun, labels_are_shifted
+from meshfold.mesh.model_io import DryRun, loss_mean
 from meshfold.mesh.processes import start_fake
 from meshfold.pipeline import Costs, Simulation, simulate_costs
 from meshfold.pipeline.runtime import Microbatch
@@ -322,7 +322,7 @@ def _run(
         shard_batch(ids, world.row_index, world.row_size), world.device, asked.precision.dtype, own_loss=False
     )
     with record() as log:
-        shares = Shares(given, world, shifted=labels_are_shifted(model), places=False)
+        shares = Shares(given, world, mean=loss_mean(model), places=False)
         log.phase = "loss"
         all_reduce(shares.weight(), world.data_group)
     pipe, cut_here = world.mesh.size(PIPE), stages.pipeline.partition

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from meshfold.engine.batches.loss import FallbackLoss, call_loss_fn
 from meshfold.mesh import SpecError, did_you_mean
-from meshfold.mesh.model_io import IGNORE_INDEX, ensure_one_target, targets_key
+from meshfold.mesh.model_io import IGNORE_INDEX, LossMean, count_targets, ensure_one_target, targets_key
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,22 +48,19 @@ class Batch:
             return self.rows
         return self.rows * first.shape[1]
 
-    def count(self, *, shifted: bool, device: torch.device, ignored: int = IGNORE_INDEX) -> Tensor:
+    def count(self, mean: LossMean, *, device: torch.device, ignored: int = IGNORE_INDEX) -> Tensor:
         """Return how many targets count: a scalar int64 on the device.
 
         Args:
-            shifted: each position of ``b s`` labels is the target of the one before (causal language models).
+            mean: what the loss is a mean over.
             device: where the batch is.
             ignored: another target than -100 that does not count.
         """
-        if self.targets is None:
-            return torch.full((), self.rows, device=device)
-        if self.targets.is_floating_point():
-            return torch.full((), self.targets.shape[0], device=device)
-        moves = shifted and self.name == "labels" and self.targets.dim() > 1
-        targets = self.targets[:, 1:] if moves else self.targets
-        counts = targets != IGNORE_INDEX
-        return (counts if ignored == IGNORE_INDEX else counts & (targets != ignored)).sum().to(device)
+        if mean is LossMean.NEXT_TOKENS and self.name != "labels":
+            mean = LossMean.LABELS
+        if self.targets is None or self.targets.is_floating_point():
+            return torch.full((), self.rows if self.targets is None else self.targets.shape[0], device=device)
+        return count_targets(self.targets, self.rows, mean, ignored).to(device)
 
     def countable(self, count: Tensor) -> Batch:
         """Return the batch with at least one target that counts: see :func:`meshfold.mesh.model_io.labels.ensure_one_target`.
@@ -215,6 +212,11 @@ def check_fields(work: Batch, model: nn.Module, taken: Sequence[str] | None, *, 
         hint = did_you_mean(unknown[0], taken or ())
         advice = instead.get(unknown[0], f"leave it out.{hint}" if hint else "leave it out")
         raise SpecError(f"the model would be called with {unknown[0]!r}, but {takes}: {advice}")
+
+
+def ignores_labels(model: nn.Module) -> bool:
+    """Return True for a Hugging Face model without an argument ``labels``, such as one that answers questions."""
+    return hasattr(type(model), "loss_function") and "labels" not in inspect.signature(model.forward).parameters
 
 
 def takes_cache(model: nn.Module) -> bool:

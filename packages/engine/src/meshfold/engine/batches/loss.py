@@ -134,6 +134,8 @@ class LossCalls(TorchFunctionMode):
 
     Attributes:
         ignored: their ``ignore_index``; -100 by default.
+        counts: of each call, and of each CTC loss, the targets that its mean is over.
+        contrasts: the targets of a call that finds row i among all rows, for every i; None without one.
     """
 
     def __init__(self, *, parts: str, exact: bool) -> None:
@@ -143,6 +145,8 @@ class LossCalls(TorchFunctionMode):
         """
         super().__init__()
         self.ignored = IGNORE_INDEX
+        self.counts: list[Tensor] = []
+        self.contrasts: Tensor | None = None
         self._parts, self._exact = parts, exact
         self._eager = ExitStack()
 
@@ -165,6 +169,9 @@ class LossCalls(TorchFunctionMode):
                     given = {**given, "target": self._filler(given["target"])}
                 else:
                     args = (args[0], self._filler(args[1]), *args[2:])
+        elif func is F.ctc_loss:
+            lengths = given["target_lengths"] if "target_lengths" in given else args[3]
+            self.counts.append(torch.tensor(len(lengths)))
         return func(*args, **given)
 
     def _filler(self, target: Tensor) -> Tensor:
@@ -196,6 +203,10 @@ class LossCalls(TorchFunctionMode):
         """
         if reduction != "mean" or target.is_floating_point():
             return
+        self.counts.append((target != ignore_index).sum())
+        rows = target.shape[0] if target.dim() == 1 else 0
+        if rows and input.shape == (rows, rows) and bool((target == torch.arange(rows, device=target.device)).all()):
+            self.contrasts = target
         if weight is not None:
             raise SpecError(
                 f"cross_entropy(weight=...) averages by the weights of the targets' classes, but the means of {self._parts} "

@@ -13,7 +13,7 @@ from torch import Tensor
 from meshfold.engine.batches.batch import Batch
 from meshfold.engine.world import World
 from meshfold.mesh import SpecError, all_gather
-from meshfold.mesh.model_io import IGNORE_INDEX, targets_key
+from meshfold.mesh.model_io import IGNORE_INDEX, LossMean, targets_key
 from meshfold.mesh.random import dropout_stream, key_of
 
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -108,18 +108,18 @@ class Shares:
         part: this data coordinate's number.
     """
 
-    def __init__(self, work: Batch, world: World, *, shifted: bool, places: bool, ignored: int = IGNORE_INDEX) -> None:
+    def __init__(self, work: Batch, world: World, *, mean: LossMean, places: bool, ignored: int = IGNORE_INDEX) -> None:
         """Ask the other data coordinates; all must call.
 
         Args:
             work: this data coordinate's batch.
             world: where the coordinates lie.
-            shifted, ignored: as for :meth:`Batch.count`.
+            mean, ignored: as for :meth:`Batch.count`.
             places: whether row numbers are needed, as by dropout; reading them waits for the device.
         """
         self.index = world.data_index
-        self._work, self._world, self._shifted = work, world, shifted
-        self.count_without(ignored)
+        self._work, self._world = work, world
+        self.recount(mean, ignored)
         self._sharing = world.data_size // world.row_size
         self.part = world.row_index
         self._located = places and world.row_size > 1
@@ -147,10 +147,10 @@ class Shares:
         """Rows of the global batch."""
         return sum(rows for rows, _ in self._sizes)
 
-    def count_without(self, ignored: int) -> None:
-        """Count, without the targets that are ignored; all must call."""
-        work, world = self._work, self._world
-        self.count = work.count(shifted=self._shifted, device=world.device, ignored=ignored)
+    def recount(self, mean: LossMean, ignored: int) -> None:
+        """Count the targets of a loss that is this mean, without those that are ignored; all must call."""
+        work, world, self._mean = self._work, self._world, mean
+        self.count = work.count(mean, device=world.device, ignored=ignored)
         sizes = [torch.full_like(self.count, size) for size in (work.rows, work.tokens)]
         self._pending = all_gather(torch.stack([self.count, *sizes]).view(1, 3), world.row_group, 0, async_op=True)
 
@@ -159,7 +159,9 @@ class Shares:
         return self._pending.wait()[:, 0].sum()
 
     def weight(self) -> Tensor:
-        """Return this rank's share of them: a scalar float64."""
+        """Return this rank's share of them: a scalar float64. Of a sum over rows each rank has its own."""
+        if self._mean is LossMean.SUM:
+            return (self.count > 0).double() / self._sharing
         return self.count.double() / (self.total().clamp(min=1) * self._sharing)
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from meshfold.checkpoint.state import modules_with_extra_state
 from meshfold.engine.batches import batch as batches
 from meshfold.engine.batches.loss import LossCalls, leave_out_targets
+from meshfold.engine.batches.observed_mean import check_microbatches
 from meshfold.engine.batches.shown import called, note_in_place
 from meshfold.engine.model.carried_sums import carry_routing_sums
 from meshfold.engine.precision import Precision
@@ -21,7 +22,7 @@ from meshfold.engine.sequence import local_length
 from meshfold.engine.sequence.checks import check_mixing
 from meshfold.engine.world import PIPE, World
 from meshfold.mesh import LayoutError, SpecError, all_reduce
-from meshfold.mesh.model_io import is_encoder_decoder
+from meshfold.mesh.model_io import is_encoder_decoder, loss_mean
 from meshfold.mesh.parameters import uncompiled_name
 from meshfold.mesh.spec import format_value, signature_mismatch
 from meshfold.tensor_parallel import without_outer_ranks
@@ -139,6 +140,7 @@ class PipelinedModel:
         self._link = link = _StatesLink()
         self._measures = spec.schedule == "auto"
         self._looks = True
+        self._mean, self._name = loss_mean(model), type(model).__name__
         self.inventory = Inventory.of(model)
         carry = carry_routing_sums(model, world, precision.dtype)
         example = settings.called(model, world.device, precision)
@@ -181,7 +183,7 @@ class PipelinedModel:
             scale: factor of the gradients.
         """
         try:
-            with self._looking():
+            with self._looking(works):
                 return self.pipeline.run(works, scale=scale)
         except RuntimeError as error:
             note_in_place(error)
@@ -191,15 +193,21 @@ class PipelinedModel:
 
     def assess(self, batch: batches.Batch) -> Tensor:
         """Return the mean loss of this data coordinate's batch in eval mode, without gradients."""
-        with self._looking():
-            return self.pipeline.assess(self.microbatches(batch))
+        works = self.microbatches(batch)
+        with self._looking(works):
+            return self.pipeline.assess(works)
 
-    def _looking(self) -> AbstractContextManager[object]:
+    @contextmanager
+    def _looking(self, works: Sequence[Microbatch]) -> Iterator[None]:
         """Observe the loss in its first call."""
         if not self._looks:
-            return nullcontext()
+            yield
+            return
         self._looks = False
-        return LossCalls(parts="micro-batches", exact=False)
+        with LossCalls(parts="micro-batches", exact=False) as calls:
+            yield
+        if self._loss_fn is None and self._world.mode is None and self._world.spec.sequence is None:
+            check_microbatches(calls, works, self._mean, self._name)
 
     def look_ahead(self, batch: batches.Batch) -> list[Microbatch]:
         """Return the micro-batches of the next step. All ranks must call.

@@ -8,6 +8,7 @@ branches. So the positions 0 1 2 3 4 2 3 are a prompt of 2 tokens with completio
 from __future__ import annotations
 
 from collections.abc import Mapping
+from enum import Enum
 from itertools import pairwise
 from typing import Any
 
@@ -31,13 +32,48 @@ def targets_key(fields: Mapping[str, Any]) -> str:
     return next(found, "")
 
 
-def labels_are_shifted(model: nn.Module) -> bool:
-    """Return True if a model's own loss uses each position of ``b s`` labels as the target of the one before.
+class LossMean(Enum):
+    """What a loss is a mean over, by which the means of ranks and micro-batches are combined."""
 
-    True unless it names another kind of loss, as ``transformers`` does (``model.loss_type``: masked words, classes, ...), or
-    has an encoder apart.
+    NEXT_TOKENS = "labels other than -100, without the first of each row"
+    LABELS = "labels other than -100"
+    ROWS = "rows"
+    SUM = "nothing: it is a sum over rows"
+
+
+_NEXT_TOKENS = (None, "ForCausalLM", "ForConditionalGeneration")
+
+
+def loss_mean(model: nn.Module) -> LossMean:
+    """Return what a model's own loss is a mean over, as far as its class tells.
+
+    That of a causal language model, unless it names another kind of loss, as ``transformers`` does (``model.loss_type``: masked
+    words, classes, ...), or has an encoder apart.
     """
-    return getattr(model, "loss_type", None) in (None, "ForCausalLM") and not is_encoder_decoder(model)
+    kind = getattr(model, "loss_type", None)
+    if kind == "ForCTC":
+        summed = getattr(getattr(model, "config", None), "ctc_loss_reduction", "mean") == "sum"
+        return LossMean.SUM if summed else LossMean.ROWS
+    return LossMean.NEXT_TOKENS if kind in _NEXT_TOKENS and not is_encoder_decoder(model) else LossMean.LABELS
+
+
+def count_targets(targets: Tensor | None, rows: int, mean: LossMean, ignored: int = IGNORE_INDEX) -> Tensor:
+    """Return how many targets of a batch count in a loss: a scalar int64, where the targets are.
+
+    Args:
+        targets: integers, -100 where none counts; rows are counted instead of floats and of None.
+        rows: of the batch.
+        mean: what the loss is a mean over.
+        ignored: another target than -100 that does not count.
+    """
+    if targets is None or targets.is_floating_point():
+        return torch.tensor(rows)
+    if mean in (LossMean.ROWS, LossMean.SUM):  # a rank without rows has one that does not count
+        return torch.where((targets == IGNORE_INDEX).all(), int(rows > 1), 1) * rows
+    if mean is LossMean.NEXT_TOKENS and targets.dim() > 1:
+        targets = targets[:, 1:]
+    counts = targets != IGNORE_INDEX
+    return (counts if ignored == IGNORE_INDEX else counts & (targets != ignored)).sum()
 
 
 def is_encoder_decoder(model: nn.Module) -> bool:

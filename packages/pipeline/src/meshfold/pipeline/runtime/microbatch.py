@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from meshfold.mesh import SpecError
-from meshfold.mesh.model_io import IGNORE_INDEX, ensure_one_target, labels_are_shifted, targets_key
+from meshfold.mesh.model_io import LossMean, count_targets, ensure_one_target, loss_mean, targets_key
 from meshfold.pipeline.scheduling.build import Programs
 
 
@@ -52,7 +52,7 @@ def split(
     count: int,
     *,
     own_loss: bool = False,
-    shifted: bool = True,
+    mean: LossMean = LossMean.NEXT_TOKENS,
     weigh: Callable[[Any], Tensor | float] | None = None,
     unit: int = 1,
 ) -> list[Microbatch]:
@@ -62,7 +62,7 @@ def split(
         batch: tensors of it whose first dim is the batch are cut, everything else goes to every part.
         count: at most as many as there are rows.
         own_loss: the loss is a ``loss_fn``'s: labels that are missing stay missing.
-        shifted: a position of ``b s`` labels is the target of the one before.
+        mean: what the model's own loss is a mean over.
         weigh: returns the weight of a part, in the user's form, if targets or rows do not determine it.
         unit: rows that stay together if each part can have at least ``unit`` rows. What splits the batch again, as some tensor
             modes do, pads any other number of rows with rows that do not count.
@@ -84,7 +84,7 @@ def split(
     counts = [
         torch.as_tensor(weigh(part)).double()
         if weigh is not None
-        else _count(args, kwargs, part, size, own_loss=own_loss, shifted=shifted)
+        else _count(args, kwargs, part, size, own_loss=own_loss, mean=mean)
         for (args, kwargs), part, size in zip(forms, parts, sizes, strict=True)
     ]
     if weigh is None:
@@ -92,7 +92,10 @@ def split(
         forms = [form(part, own_loss=own_loss) for part in parts]
     device = next(leaf.device for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim())
     shares = torch.stack([one.to(device) for one in counts]).double()
-    shares = shares / shares.sum().clamp(min=1e-300)
+    if mean is LossMean.SUM and not own_loss and weigh is None:
+        shares = (shares > 0).double()
+    else:
+        shares = shares / shares.sum().clamp(min=1e-300)
     length = _tokens_a_row(forms[0])
     return [
         Microbatch(
@@ -178,16 +181,14 @@ def _rows(tensor: Tensor, *, rows: int, first: int, size: int) -> Tensor:
 
 
 def _count(
-    args: Sequence[Any], kwargs: Mapping[str, Any], part: Any, rows: int, *, own_loss: bool, shifted: bool
+    args: Sequence[Any], kwargs: Mapping[str, Any], part: Any, rows: int, *, own_loss: bool, mean: LossMean
 ) -> Tensor:
     """Return the number of a part's targets that count, a scalar."""
     name = targets_key(kwargs)
     targets = part[1] if own_loss and isinstance(part, tuple) else kwargs.get(name)
-    if not isinstance(targets, Tensor) or targets.is_floating_point():
-        return torch.tensor(rows)
-    if shifted and not own_loss and name == "labels" and targets.dim() > 1:
-        targets = targets[:, 1:]
-    return (targets != IGNORE_INDEX).sum()
+    if own_loss or (mean is LossMean.NEXT_TOKENS and name != "labels"):
+        mean = LossMean.LABELS
+    return count_targets(targets if isinstance(targets, Tensor) else None, rows, mean)
 
 
 def _countable(part: Any, count: Tensor, *, own_loss: bool) -> Any:
@@ -254,7 +255,7 @@ class Batches:
         self._programs, self._device = programs, device
         self._own_loss, self._weigh = own_loss, weigh
         self._takes_cache = "use_cache" in inspect.signature(model.forward).parameters
-        self._shifted = labels_are_shifted(model)
+        self._mean = loss_mean(model)
 
     def to_train(self, batch: Any, *, unit: int = 1) -> list[Microbatch]:
         """Cut a training batch; ``unit``: see :func:`meshfold.pipeline.runtime.microbatch.split`."""
@@ -263,7 +264,7 @@ class Batches:
             self._programs.count(rows_of(batch), unit=unit),
             unit=unit,
             own_loss=self._own_loss,
-            shifted=self._shifted,
+            mean=self._mean,
             weigh=self._weigh,
         )
         if self._takes_cache:
