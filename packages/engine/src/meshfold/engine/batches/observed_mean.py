@@ -1,4 +1,4 @@
-"""What a model's own loss is a mean over, from its first forward: the cross entropies in it, beside the targets of the batch.
+"""The mean that a model's own loss is, as its first forward shows: the cross entropies in it, beside the targets of the batch.
 
 Ranks' means are combined by numbers of targets. A model's class seldom tells which targets its loss counts: next tokens, all
 labels, or rows.

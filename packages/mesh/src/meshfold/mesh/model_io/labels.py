@@ -33,7 +33,7 @@ def targets_key(fields: Mapping[str, Any]) -> str:
 
 
 class LossMean(Enum):
-    """What a loss is a mean over, by which the means of ranks and micro-batches are combined."""
+    """Kinds of means that losses are, by which those of ranks and micro-batches are combined."""
 
     NEXT_TOKENS = "labels other than -100, without the first of each row"
     LABELS = "labels other than -100"
