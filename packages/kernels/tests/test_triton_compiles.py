@@ -47,7 +47,9 @@ class Compiler:
         from triton.backends.compiler import GPUTarget
         from triton.compiler import ASTSource
 
-        options = {name: settings.pop(name) for name in ("num_warps", "enable_fp_fusion") if name in settings}
+        options = {
+            name: settings.pop(name) for name in ("num_warps", "num_stages", "enable_fp_fusion") if name in settings
+        }
         given = dict(zip(kernel.arg_names, arguments, strict=False)) | settings
         signature, constants = {}, {}
         for parameter in kernel.params:
@@ -205,6 +207,11 @@ def test_all_kernels_compile(compiler: Compiler, monkeypatch: pytest.MonkeyPatch
     chosen, weights, shares = K.softmax_choice(logits, 8, normalize=True)
     (weights.sum() + K.routing_totals(logits, shares, chosen)[1].sum()).backward()
     K.expert_places(chosen, 128)
+    with torch.no_grad():
+        tile, ends, tokens = K.ProductTile(64, 64, 64, 4, 3), torch.zeros(2).int(), torch.zeros(8).int()
+        both, _ = K.gated_rows(x[:, :128], tokens, torch.zeros(2, 128, 128).bfloat16(), ends, torch.zeros(8), tile)
+        K.gated_row_gradients(x[:, :128], tokens, torch.zeros(2, 128, 64).bfloat16(), ends, both, torch.zeros(8), tile)
+        K.outer_rows(both, None, x[:, :128], tokens, ends, tile)
     p, grad, settings = torch.zeros(h), x[0].detach(), K.AdamSettings(weight_decay=0.1)
     for made in (
         K.WholeState.of(p, torch.bfloat16),
@@ -277,6 +284,10 @@ def test_all_kernels_compile(compiler: Compiler, monkeypatch: pytest.MonkeyPatch
         "token_rows._take",
         "token_rows._sum",
         "token_rows._sum_gradients",
+        "expert_products._list_tiles",
+        "expert_products._gated",
+        "expert_products._gated_gradients",
+        "expert_products._outer",
         "expert_choice._chosen",
         "expert_choice._choice_gradients",
         "expert_choice._totals",

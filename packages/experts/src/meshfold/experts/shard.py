@@ -9,8 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from meshfold.experts.dispatch import chosen_exchange, dispatch, experts_of_each
-from meshfold.experts.expert_rows import ExpertRows
-from meshfold.experts.feed_forward import feed_forward
+from meshfold.experts.feed_forward import FeedForward
 from meshfold.experts.find import ExpertBlock
 from meshfold.mesh import Group, SpecError
 
@@ -129,7 +128,7 @@ class DispatchingForward:
             tokens,
             index,
             weights,
-            self._run,
+            FeedForward(layout=self.layout, experts=self.experts, sharing=self.sharing),
             experts=self.number,
             group=self.group,
             sharing=self.sharing,
@@ -139,6 +138,3 @@ class DispatchingForward:
             exchange=self.exchange,
             meanwhile=meanwhile,
         )
-
-    def _run(self, rows: ExpertRows) -> Tensor:
-        return feed_forward(self.layout, self.experts, rows, sharing=self.sharing)

@@ -10,7 +10,14 @@ or numba imports it.
 
 from __future__ import annotations
 
-from meshfold.kernels.activations import bias_gelu, geglu2, swiglu, swiglu2, weighted_swiglu
+from meshfold.kernels.activations import (
+    bias_gelu,
+    geglu2,
+    swiglu,
+    swiglu2,
+    weighted_swiglu,
+    weighted_swiglu_backward,
+)
 from meshfold.kernels.adam import (
     AdamSettings,
     AdamState,
@@ -34,6 +41,13 @@ from meshfold.kernels.dispatch import Availability, KernelError, available, coun
 from meshfold.kernels.dropout import dropout
 from meshfold.kernels.expert_choice import routing_totals, softmax_choice
 from meshfold.kernels.expert_places import expert_places, pairs_of, running_counts
+from meshfold.kernels.expert_products import (
+    ProductTile,
+    gated_row_gradients,
+    gated_rows,
+    outer_rows,
+    tile_fits,
+)
 from meshfold.kernels.factored_lists import (
     came_distance_lists,
     factored_apply_lists,
@@ -168,6 +182,7 @@ __all__ = [
     "Nf4Linear",
     "OneShotMemory",
     "PackedWeight",
+    "ProductTile",
     "QuantizedState",
     "RowCall",
     "RowWeight",
@@ -213,6 +228,8 @@ __all__ = [
     "fp8_output",
     "fp8_product",
     "fp8_weight_gradient",
+    "gated_row_gradients",
+    "gated_rows",
     "geglu2",
     "gradients_in_backward",
     "join_master",
@@ -245,6 +262,7 @@ __all__ = [
     "one_shot_rows",
     "one_shot_slot",
     "one_shot_sum",
+    "outer_rows",
     "overlapped_launches",
     "overlaps_on",
     "pack_nf4",
@@ -282,6 +300,7 @@ __all__ = [
     "swiglu2",
     "take_row_tiles",
     "take_rows",
+    "tile_fits",
     "to_codes",
     "to_fp8",
     "two_a_byte",
@@ -289,6 +308,7 @@ __all__ = [
     "use",
     "weight_scales",
     "weighted_swiglu",
+    "weighted_swiglu_backward",
     "word_parts",
     "write_gradient",
 ]
