@@ -42,7 +42,7 @@ _measured: dict[tuple[Any, ...], ProductPlan | None] = {}
 
 
 class Operands(NamedTuple):
-    """What a layer's products work on, as :func:`.fused_products.fused_experts` takes it."""
+    """The operands of a layer's products, as :func:`.fused_products.fused_experts` takes them."""
 
     tokens: Tensor
     weights: Tensor
