@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,6 +13,13 @@ from meshfold.experts import MixtureOfExperts, Operands, ProductPlan, best_plan,
 from meshfold.kernels import ProductTile, expert_places
 
 Times = Mapping[tuple[str, ProductTile | None, bool], float]
+TRIED = (
+    ProductTile(128, 256, stages=4),
+    ProductTile(128, 256),
+    ProductTile(128, 128, warps=4),
+    ProductTile(128, 128, stages=4),
+    ProductTile(256, 128),
+)
 GATE_UP, BACK, GATE_UP_GRADIENT, DOWN_GRADIENT = "gate_up", "back", "gate_up_gradient", "down_gradient"
 
 
@@ -24,7 +32,7 @@ def times_of(layer: MixtureOfExperts, x: Tensor) -> Times:
         routing = layer.router(tokens)
     experts = layer.experts
     places = expert_places(routing.index, experts.num_experts)
-    return measured_products(Operands(tokens, routing.weights, experts.gate_up, experts.down, *places))
+    return measured_products(Operands(tokens, routing.weights, experts.gate_up, experts.down, *places), TRIED)
 
 
 def plans_of(times: Times) -> dict[str, ProductPlan]:
@@ -42,8 +50,10 @@ def plans_of(times: Times) -> dict[str, ProductPlan]:
         gate_up_gradient=_fastest(times, GATE_UP_GRADIENT, True),
         down_gradient=_fastest(times, DOWN_GRADIENT, True),
     )
+    plans["all in Triton"] = replace(
+        plans["gathers"], down=_fastest(times, "down", False), token_gradient=_fastest(times, "token_gradient", False)
+    )
     plans["fused activations"] = ProductPlan(gate_up=_fastest(times, GATE_UP, False), back=_fastest(times, BACK, False))
-    plans["fused activation of backward"] = ProductPlan(back=_fastest(times, BACK, False))
     return plans
 
 
@@ -52,7 +62,8 @@ def lines_of_times(times: Times, settings: Mapping[str, Any]) -> list[str]:
     pairs = 2e-9 * settings["tokens"] * settings["top_k"] * settings["hidden"] * settings["ffn"]
     lines = []
     for (name, tile, gathers), ms in sorted(times.items(), key=lambda item: (item[0][0], item[1])):
-        rate = "" if "rows" in name else f"{pairs * (2 if name.startswith(GATE_UP) else 1) / ms:7.0f} TFLOP/s"
+        double = name in (GATE_UP, GATE_UP_GRADIENT, "token_gradient")
+        rate = "" if "rows" in name else f"{pairs * (2 if double else 1) / ms:7.0f} TFLOP/s"
         how = "torch" if tile is None else f"{'gathers' if gathers else 'rows'}, {tuple(tile)}"
         lines.append(f"{ms:9.4f} ms {rate:16} {name}: {how}")
     return lines

@@ -105,6 +105,8 @@ PLANS = {
         back_gathers=True,
         gate_up_gradient=TILE,
         down_gradient=TILE,
+        down=TILE,
+        token_gradient=TILE,
     ),
     "rows": ProductPlan(gate_up=TILE, back=TILE),
     "gathers in backward": ProductPlan(back=TILE, back_gathers=True, gate_up_gradient=TILE),
@@ -161,6 +163,7 @@ def test_the_best_plan_counts_copies_of_rows() -> None:
     times: dict[tuple[str, ProductTile | None, bool], float] = {
         **{(name, None, False): 0.2 for name in ("rows of tokens", "rows of gradients")},
         **{(name, None, False): 1.0 for name in ("gate_up", "back", "gate_up_gradient", "down_gradient")},
+        **{(name, None, False): 0.5 for name in ("down", "token_gradient")},
     }
     assert best_plan(times) is None
     # A gather pays where both products of the same rows gather.
@@ -176,3 +179,5 @@ def test_the_best_plan_counts_copies_of_rows() -> None:
     assert best_plan(times) == ProductPlan(back=wide)
     times["back", wide, False] = 0.95  # too little
     assert best_plan(times) is None
+    times |= {("down", small, False): 0.4, ("down", wide, False): 0.5, ("token_gradient", wide, False): 0.6}
+    assert best_plan(times) == ProductPlan(back=wide, down=small)

@@ -212,6 +212,7 @@ def test_all_kernels_compile(compiler: Compiler, monkeypatch: pytest.MonkeyPatch
         both, _ = K.gated_rows(x[:, :128], tokens, torch.zeros(2, 128, 128).bfloat16(), ends, torch.zeros(8), tile)
         K.gated_row_gradients(x[:, :128], tokens, torch.zeros(2, 128, 64).bfloat16(), ends, both, torch.zeros(8), tile)
         K.outer_rows(both, None, x[:, :128], tokens, ends, tile)
+        K.rows_times(both, torch.zeros(2, 128, 64).bfloat16(), ends, tile)
     p, grad, settings = torch.zeros(h), x[0].detach(), K.AdamSettings(weight_decay=0.1)
     for made in (
         K.WholeState.of(p, torch.bfloat16),
@@ -288,6 +289,7 @@ def test_all_kernels_compile(compiler: Compiler, monkeypatch: pytest.MonkeyPatch
         "expert_products._gated",
         "expert_products._gated_gradients",
         "expert_products._outer",
+        "expert_products._times",
         "expert_choice._chosen",
         "expert_choice._choice_gradients",
         "expert_choice._totals",

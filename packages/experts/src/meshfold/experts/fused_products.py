@@ -7,6 +7,7 @@ to rows too. A :class:`ProductPlan` says which of these passes over memory are l
     gate_up     gathers tokens, or reads their rows, and ends with the weighted activation
     back        gathers the gradients of the sums, and ends with the gradient of the activation
     gate_up's gradient gathers tokens again, and down's gathers the gradients of the sums
+    down, tokens' gradient: plain products, of other tiles than torch's
 
 The rows of tokens, or of gradients, are copied only if a product reads them, once.
 """
@@ -25,6 +26,7 @@ from meshfold.kernels import (
     gated_row_gradients,
     gated_rows,
     outer_rows,
+    rows_times,
     sum_rows,
     take_rows,
     weighted_swiglu,
@@ -43,6 +45,8 @@ class ProductPlan:
         back_gathers: it gathers gradients; otherwise it reads their rows.
         gate_up_gradient: of the parameter; gathers tokens.
         down_gradient: of the parameter; gathers gradients.
+        down: the second product.
+        token_gradient: of the rows of tokens.
     """
 
     gate_up: ProductTile | None = None
@@ -51,6 +55,8 @@ class ProductPlan:
     back_gathers: bool = False
     gate_up_gradient: ProductTile | None = None
     down_gradient: ProductTile | None = None
+    down: ProductTile | None = None
+    token_gradient: ProductTile | None = None
 
     @property
     def needs_rows_of_tokens(self) -> bool:
@@ -112,7 +118,7 @@ class _Experts(torch.autograd.Function):
             both, hidden = gated_rows(tokens, sources, gate_up, ends, of_rows, plan.gate_up)
         else:
             both, hidden = gated_rows(rows, None, gate_up, ends, of_rows, plan.gate_up)
-        outputs = product_of_runs(hidden, down.transpose(1, 2), ends, None)
+        outputs = _times(hidden, down.transpose(1, 2), ends, plan.down)
         if plan.gate_up_gradient is not None:
             rows = None
         ctx.save_for_backward(
@@ -162,7 +168,7 @@ class _Experts(torch.autograd.Function):
             dweights = sum_rows(of_weights.unsqueeze(1), pairs, places.reshape(-1, 1))
             dweights = dweights.view(places.shape).to(ctx.dtype)
         if needs_tokens:
-            dtokens = sum_rows(product_of_runs(dboth, gate_up, ends, None), pairs, places)
+            dtokens = sum_rows(_times(dboth, gate_up, ends, plan.token_gradient), pairs, places)
         if needs_gate_up:
             if plan.gate_up_gradient is not None:
                 dgate_up = outer_rows(dboth, None, tokens, sources, ends, plan.gate_up_gradient)
@@ -170,3 +176,7 @@ class _Experts(torch.autograd.Function):
                 rows = kept[0] if kept else take_rows(tokens, pairs, places)
                 dgate_up = product_of_runs(dboth.t(), rows, ends, None)
         return dtokens, dweights, dgate_up, ddown, None, None, None, None
+
+
+def _times(x: Tensor, matrix: Tensor, ends: Tensor, tile: ProductTile | None) -> Tensor:
+    return product_of_runs(x, matrix, ends, None) if tile is None else rows_times(x, matrix, ends, tile)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import product
@@ -19,6 +19,7 @@ from meshfold.kernels import (
     gated_row_gradients,
     gated_rows,
     outer_rows,
+    rows_times,
     take_rows,
     tile_fits,
     weighted_swiglu,
@@ -32,10 +33,8 @@ FEWEST_ROWS = 8192
 GAIN = 0.98
 """The share of the time of torch's products that fused ones must stay below."""
 
-_WIDE, _SMALL, _HIGH = ProductTile(128, 256), ProductTile(128, 128, warps=4), ProductTile(256, 128)
-GATE_UP_TILES = (_WIDE, _SMALL)
-BACK_TILES = (_WIDE, _SMALL, ProductTile(128, 128))
-GRADIENT_TILES = (_WIDE, _SMALL, _HIGH)
+TILES = (ProductTile(128, 256, stages=4), ProductTile(128, 128, warps=4))
+"""Tiles that are tried. One program of the first fills a multiprocessor; two of the second share one."""
 
 _setting: str | ProductPlan | None = None
 _measured: dict[tuple[Any, ...], ProductPlan | None] = {}
@@ -107,7 +106,7 @@ COPIES = ("rows of tokens", "rows of gradients")
 
 
 @torch.no_grad()
-def measured_products(operands: Operands, repeats: int = 5) -> Times:
+def measured_products(operands: Operands, tiles: Sequence[ProductTile] = TILES, repeats: int = 5) -> Times:
     """Return the times of all products with all tiles that fit. Waits for the device."""
     tokens, weights, gate_up, down, places, pairs, ends = (each.detach() for each in operands)
     sources = (pairs // places.shape[1]).to(torch.int32)
@@ -128,24 +127,26 @@ def measured_products(operands: Operands, repeats: int = 5) -> Times:
         times[name, None, False] = _time(lambda: take_rows(tokens, pairs, places), repeats)
     times["gate_up", None, False] = _time(torch_gate_up, repeats)
     times["back", None, False] = _time(torch_back, repeats)
+    times["down", None, False] = _time(lambda: product_of_runs(hidden, down.transpose(1, 2), ends, None), repeats)
+    times["token_gradient", None, False] = _time(lambda: product_of_runs(both, gate_up, ends, None), repeats)
     times["gate_up_gradient", None, False] = _time(lambda: product_of_runs(both.t(), rows, ends, None), repeats)
     times["down_gradient", None, False] = _time(lambda: product_of_runs(rows.t(), hidden, ends, None), repeats)
-    for gathers, given, taken in ((True, tokens, sources), (False, rows, None)):
-        for tile in GATE_UP_TILES:
-            if _fits(ProductPlan(gate_up=tile), operands):
-                forward = partial(gated_rows, given, taken, gate_up, ends, of_rows, tile)
-                times["gate_up", tile, gathers] = _time(forward, repeats)
-        for tile in BACK_TILES:
-            if _fits(ProductPlan(back=tile), operands):
-                back = partial(gated_row_gradients, given, taken, down, ends, both, of_rows, tile)
-                times["back", tile, gathers] = _time(back, repeats)
-    for tile in GRADIENT_TILES:
-        if _fits(ProductPlan(gate_up_gradient=tile), operands):
-            call = partial(outer_rows, both, None, tokens, sources, ends, tile)
-            times["gate_up_gradient", tile, True] = _time(call, repeats)
-        if _fits(ProductPlan(down_gradient=tile), operands):
-            call = partial(outer_rows, tokens, sources, hidden, None, ends, tile)
-            times["down_gradient", tile, True] = _time(call, repeats)
+    gathered, copied = (True, tokens, sources), (False, rows, None)
+    for tile, (gathers, given, taken) in product(tiles, (gathered, copied)):
+        calls: dict[str, Callable[[], object]] = {
+            "gate_up": partial(gated_rows, given, taken, gate_up, ends, of_rows, tile),
+            "back": partial(gated_row_gradients, given, taken, down, ends, both, of_rows, tile),
+        }
+        if gathers:
+            calls["gate_up_gradient"] = partial(outer_rows, both, None, given, taken, ends, tile)
+            calls["down_gradient"] = partial(outer_rows, given, taken, hidden, None, ends, tile)
+        else:
+            calls["down"] = partial(rows_times, hidden, down.transpose(1, 2), ends, tile)
+            calls["token_gradient"] = partial(rows_times, both, gate_up, ends, tile)
+        for name, call in calls.items():
+            alone: dict[str, Any] = {name: tile}
+            if _fits(ProductPlan(**alone), operands):
+                times[name, tile, gathers] = _time(call, repeats)
     return times
 
 
@@ -153,7 +154,10 @@ def best_plan(times: Times) -> ProductPlan | None:
     """Return the plan of the least time, copies of rows included; None if torch's products take less than 1 / GAIN of it."""
     first, first_ms, today = _best_pair(times, "gate_up", "gate_up_gradient", COPIES[0])
     second, second_ms, today_too = _best_pair(times, "back", "down_gradient", COPIES[1])
-    if first_ms + second_ms > GAIN * (today + today_too):
+    (down, down_ms, down_today), (back_on, on_ms, on_today) = (
+        _best_alone(times, name) for name in ("down", "token_gradient")
+    )
+    if first_ms + second_ms + down_ms + on_ms > GAIN * (today + today_too + down_today + on_today):
         return None
     (gate_up, gathers), gate_up_gradient = first
     (back, back_gathers), down_gradient = second
@@ -164,6 +168,8 @@ def best_plan(times: Times) -> ProductPlan | None:
         back_gathers=back_gathers,
         gate_up_gradient=gate_up_gradient,
         down_gradient=down_gradient,
+        down=down,
+        token_gradient=back_on,
     )
 
 
@@ -180,6 +186,13 @@ def _best_pair(times: Times, name: str, gradient: str, copy: str) -> tuple[_Pair
         found[(tile, gathers), other] = ms + more + (0.0 if gathers and other is not None else rows)
     best = min(found, key=lambda pair: found[pair])
     return best, found[best], found[(None, False), None]
+
+
+def _best_alone(times: Times, name: str) -> tuple[ProductTile | None, float, float]:
+    """Return the best tile of a product, its time, and that of torch's."""
+    found = {tile: ms for (of, tile, _), ms in times.items() if of == name}
+    best = min(found, key=lambda tile: found[tile])
+    return best, found[best], found[None]
 
 
 def _time(call: Callable[[], object], repeats: int) -> float:
@@ -209,6 +222,8 @@ def _fits(plan: ProductPlan, operands: Operands) -> bool:
             plan.back is None or tile_fits(plan.back, None, ffn, hidden),
             plan.gate_up_gradient is None or tile_fits(plan.gate_up_gradient, 2 * ffn, hidden, None),
             plan.down_gradient is None or tile_fits(plan.down_gradient, hidden, ffn, None),
+            plan.down is None or tile_fits(plan.down, None, hidden, ffn),
+            plan.token_gradient is None or tile_fits(plan.token_gradient, None, hidden, 2 * ffn),
         )
     )
 

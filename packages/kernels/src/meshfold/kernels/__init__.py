@@ -46,6 +46,7 @@ from meshfold.kernels.expert_products import (
     gated_row_gradients,
     gated_rows,
     outer_rows,
+    rows_times,
     tile_fits,
 )
 from meshfold.kernels.factored_lists import (
@@ -285,6 +286,7 @@ __all__ = [
     "rms_norm_stats",
     "routing_totals",
     "row_product",
+    "rows_times",
     "running_counts",
     "segment_attention",
     "shared_columns",

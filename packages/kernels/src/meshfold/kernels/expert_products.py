@@ -5,6 +5,7 @@ has the rows themselves.
 
     gated_rows            both = x[tokens] @ gate_up[e]^T,  hidden = silu(gate) * up * weight of the row
     gated_row_gradients   d = dy[tokens] @ down[e],         the gradients of both and of the weight
+    rows_times            x @ matrix[e]
     outer_rows            left[tokens]^T @ right[tokens]    of the rows of each expert: the gradient of its matrix
 
 These are pieces without a backward. Products accumulate in float32; ``both`` is rounded before the activation, as in the separate
@@ -50,7 +51,7 @@ def gated_rows(
         gate_up: [e, 2·f, h], contiguous; the gate's rows first.
         ends: [e] int32.
         weights: [m].
-        tile: of :func:`fitting_tiles`.
+        tile: that fits (:func:`tile_fits`).
     """
     return dispatch.piece(gated, x, gate_up)(x, tokens, gate_up, ends, weights, tile)
 
@@ -67,9 +68,21 @@ def gated_row_gradients(
         ends: [e] int32.
         both: [m, 2·f], of :func:`gated_rows`.
         weights: [m].
-        tile: of :func:`fitting_tiles`.
+        tile: that fits (:func:`tile_fits`).
     """
     return dispatch.piece(gated_gradients, dy, down)(dy, tokens, down, ends, both, weights, tile)
+
+
+def rows_times(x: Tensor, matrix: Tensor, ends: Tensor, tile: ProductTile) -> Tensor:
+    """Return ``[m, b]``.
+
+    Args:
+        x: [m, a].
+        matrix: [e, a, b], or a view of ``[e, b, a]``.
+        ends: [e] int32.
+        tile: that fits.
+    """
+    return dispatch.piece(times, x, matrix)(x, matrix, ends, tile)
 
 
 def outer_rows(
@@ -86,7 +99,7 @@ def outer_rows(
         left, right: [.., a] and [.., b], with rows of tokens if there are tokens for them.
         left_tokens, right_tokens: [m] int32.
         ends: [e] int32.
-        tile: of :func:`fitting_tiles`.
+        tile: that fits (:func:`tile_fits`).
     """
     return dispatch.piece(outer, left, right)(left, left_tokens, right, right_tokens, ends, tile)
 
@@ -126,6 +139,14 @@ def gated_gradients(
     dboth = torch.empty_like(both)
     (gate, up), (dgate, dup) = both.chunk(2, 1), dboth.chunk(2, 1)
     return dboth, weighted_gradients(dhidden, gate, up, weights, dgate, dup)
+
+
+def times(x: Tensor, matrix: Tensor, ends: Tensor, tile: ProductTile) -> Tensor:
+    """Return the product of each expert's rows with its matrix."""
+    y = x.new_empty(x.shape[0], matrix.shape[2])
+    for expert, begin, end in _runs(ends):
+        y[begin:end] = _product(x[begin:end], matrix[expert])
+    return y
 
 
 def outer(

@@ -186,6 +186,49 @@ def _back(d, both, dboth, there, ffn, weight, real):
 
 
 @triton.jit
+def _times(
+    x,
+    matrix,
+    ends,
+    tile_experts,
+    tile_rows,
+    y,
+    experts,
+    inner,
+    wide,
+    x_row,
+    matrix_expert,
+    matrix_inner,
+    matrix_wide,
+    PRECISION: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+):
+    across = wide // N
+    tile = tl.program_id(0) // across
+    expert = tl.load(tile_experts + tile)
+    if expert < experts:
+        first = tl.load(tile_rows + tile)
+        end = tl.load(ends + expert)
+        row = first + tl.arange(0, M)
+        real = row < end
+        column = (tl.program_id(0) % across) * N + tl.arange(0, N)
+        k = tl.arange(0, K)
+        left = x + tl.where(real, row, first).to(tl.int64)[:, None] * x_row + k[None, :]
+        right = matrix + expert.to(tl.int64) * matrix_expert + k[:, None] * matrix_inner + column[None, :] * matrix_wide
+        acc = tl.zeros((M, N), dtype=tl.float32)
+        for _ in range(0, inner, K):
+            a = tl.load(left)
+            b = tl.load(right)
+            acc = tl.dot(a, b, acc, input_precision=PRECISION)
+            left += K
+            right += K * matrix_inner
+        there = y + row.to(tl.int64)[:, None] * wide + column[None, :]
+        tl.store(there, acc.to(y.dtype.element_ty), mask=real[:, None])
+
+
+@triton.jit
 def _outer(
     left,
     left_tokens,
@@ -293,6 +336,30 @@ def gated_gradients(
         **_settings(dy, tile),
     )
     return dboth, parts.sum(0)
+
+
+def times(x: Tensor, matrix: Tensor, ends: Tensor, tile: ProductTile) -> Tensor:
+    experts, inner, wide = matrix.shape
+    y = x.new_empty(x.shape[0], wide)
+    tile_experts, tile_rows = _listed(ends, x.shape[0], tile)
+    launch(
+        _times,
+        (tile_experts.shape[0] * (wide // tile.columns),),
+        x,
+        x,
+        matrix,
+        ends,
+        tile_experts,
+        tile_rows,
+        y,
+        experts,
+        inner,
+        wide,
+        x.stride(0),
+        *matrix.stride(),
+        **_settings(x, tile),
+    )
+    return y
 
 
 def outer(
