@@ -139,6 +139,10 @@ class AdamStepper(AdamValues):
         return self.timings.take()
 
     @property
+    def stored_parts(self) -> None:
+        """None: slices of its chunks."""
+
+    @property
     def one_by_one(self) -> AdamStepper:
         return self
 

@@ -130,8 +130,28 @@ class Stepper(Protocol):
         """Return timings of steps on the host since the last call."""
 
     @property
+    def stored_parts(self) -> StoredParts | None:
+        """What each rank stores, if parameters have owners; None: slices of its chunks."""
+
+    @property
     def one_by_one(self) -> AdamStepper | None:
         """The stepper, if it steps chunks one by one: early, speculatively or by GPU streaming. None otherwise."""
+
+
+class StoredParts(Protocol):
+    """The elements of parameters that a rank stores, of master weights and of state of the same shape."""
+
+    def kept(self, name: str) -> range:
+        """Return the range of flat elements that this rank stores."""
+
+    def gather_master(self, name: str) -> Tensor:
+        """Return a parameter's master weights: this rank's block over the tensor axes. Collective over its chunk's group."""
+
+    def gather_state(self, name: str, key: str, entry: Entry) -> Tensor:
+        """Return such a block of one of the optimizer's tensors, or a number on the CPU. Collective over the chunk's group."""
+
+    def part_to_write(self, name: str, value: Tensor) -> Tensor:
+        """Return what this rank stores of one of the optimizer's tensors."""
 
 
 class StepsAtOnce:
@@ -169,6 +189,11 @@ class StepsAtOnce:
     def take_timings(self) -> dict[StepKind, StepTiming]:
         """Return none."""
         return {}
+
+    @property
+    def stored_parts(self) -> StoredParts | None:
+        """None, unless parameters have owners: slices of its chunks."""
+        return None
 
     @property
     def one_by_one(self) -> None:

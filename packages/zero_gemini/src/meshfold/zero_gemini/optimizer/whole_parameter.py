@@ -23,7 +23,7 @@ from meshfold.zero_gemini.chunks.placement import ChunkPlacement
 from meshfold.zero_gemini.errors import MemoryPlanError
 from meshfold.zero_gemini.memory.arena import Block, MemoryTier
 from meshfold.zero_gemini.optimizer import state_tree as paths
-from meshfold.zero_gemini.optimizer.interface import Entry, StepsAtOnce
+from meshfold.zero_gemini.optimizer.interface import Entry, StepsAtOnce, StoredParts
 from meshfold.zero_gemini.optimizer.parameter_owners import Owners, rounds_of
 from meshfold.zero_gemini.optimizer.state_tree import STATE, CountedState
 
@@ -177,6 +177,19 @@ class WholeStepper(StepsAtOnce):
     def owns(self, name: str) -> bool:
         """Return True if this rank has the whole of a parameter."""
         return self._owners[name] == self._chunks[name].group.index
+
+    @property
+    def stored_parts(self) -> StoredParts:
+        """Whole parameters, each on its owner."""
+        return self
+
+    def kept(self, name: str) -> range:
+        """Return all elements on the rank that owns a parameter, none elsewhere."""
+        return range(self._shapes[name].numel() if self.owns(name) else 0)
+
+    def part_to_write(self, name: str, value: Tensor) -> Tensor:
+        """Return the value: owners store whole tensors."""
+        return value
 
     def optimizer_parameter(self, name: str) -> nn.Parameter | None:
         return self._weights.get(name)

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Container, Mapping
-from functools import partial
 
 import torch
 from torch import Tensor
 
-from meshfold.mesh import Group, all_gather, all_reduce
+from meshfold.mesh import Group
 from meshfold.mesh.collectives import all_gather_object
 from meshfold.mesh.parameters import StoredValue
 from meshfold.zero_gemini.chunks.chunk import Chunk
 from meshfold.zero_gemini.errors import Faults
 from meshfold.zero_gemini.optimizer import Entry, Stepper
+from meshfold.zero_gemini.optimizer.interface import StoredParts
 from meshfold.zero_gemini.optimizer.state_tree import AdamSnapshot
-from meshfold.zero_gemini.optimizer.whole_parameter import WholeStepper
+from meshfold.zero_gemini.sharded_model.chunk_slices import ChunkSlices
 
 
 class Contents:
@@ -40,17 +39,19 @@ class Contents:
         faults: records reads that failed on this rank; their values are NaN on all ranks (0 for integers).
         """
         self._chunk_of, self._shapes, self._trained = chunk_of, shapes, trained
-        self._stepper, self._device, self._faults = stepper, device, faults
+        self._stepper, self._device = stepper, device
+        self._slices = ChunkSlices(chunk_of, shapes, trained, stepper, device, faults)
 
-    def _stepper_of(self, name: str) -> Stepper | None:
-        """Return the stepper that holds a parameter's master weights; None if the chunk itself does."""
-        return self._stepper if self._chunk_of[name] in self._trained else None
+    def _stored(self, name: str) -> StoredParts:
+        """Return what knows which elements of a parameter this rank stores."""
+        stepper = self._slices.stepper_of(name)
+        return self._slices if stepper is None else stepper.stored_parts or self._slices
 
     # -- master weights -------------------------------------------------------------------------------------------
 
     def fill(self, name: str, block: Tensor) -> None:
         """Set a parameter's master weights; this rank stores its shard."""
-        stepper = self._stepper_of(name)
+        stepper = self._slices.stepper_of(name)
         if stepper is None:
             self._chunk_of[name].fill(name, block)
         else:
@@ -58,25 +59,11 @@ class Contents:
 
     def read(self, name: str) -> Tensor:
         """Return this rank's block over the tensor axes of a parameter's master weights. Collective over its chunk's group."""
-        stepper, chunk = self._stepper_of(name), self._chunk_of[name]
-        if isinstance(stepper, WholeStepper):
-            return stepper.gather_master(name)
-        mine = next((part for part in chunk.slices if part.name == name), None)
-        if mine is None:
-            values = torch.zeros(0, dtype=self.master_dtype(name), device=self._device)
-        elif stepper is not None:
-            values = self._attempted(partial(stepper.master, name), mine.length, self.master_dtype(name))
-        else:
-            values = chunk.shard[mine.shard_start : mine.shard_start + mine.length]
-        return self._joined(name, values)
+        return self._stored(name).gather_master(name)
 
     def kept(self, name: str) -> range:
         """Return the range of flat elements that this rank stores, of the master weights and of state of the same shape."""
-        stepper, chunk = self._stepper_of(name), self._chunk_of[name]
-        if isinstance(stepper, WholeStepper):
-            return range(self._shapes[name].numel() if stepper.owns(name) else 0)
-        mine = next((part for part in chunk.slices if part.name == name), None)
-        return range(0) if mine is None else range(mine.parameter_start, mine.parameter_start + mine.length)
+        return self._stored(name).kept(name)
 
     def parts(self, name: str, key: str | None = None) -> StoredValue:
         """Return the elements of :meth:`kept`, of the master weights or of an optimizer tensor, flat as in memory.
@@ -93,7 +80,7 @@ class Contents:
     def _parts(self, name: str, key: str | None, state: Stepper | AdamSnapshot | None) -> StoredValue:
         if not self.kept(name):
             return StoredValue(())
-        if state is not None and self._stepper_of(name) is not None:
+        if state is not None and self._slices.stepper_of(name) is not None:
             return state.parts(name, key)
         chunk = self._chunk_of[name]
         begin, end = chunk.span(name)
@@ -101,7 +88,7 @@ class Contents:
 
     def master_dtype(self, name: str) -> torch.dtype:
         """Return the dtype of a parameter's master weights."""
-        stepper, chunk = self._stepper_of(name), self._chunk_of[name]
+        stepper, chunk = self._slices.stepper_of(name), self._chunk_of[name]
         return chunk.dtype if stepper is None else stepper.master_dtype(chunk)
 
     # -- the optimizer's state ----------------------------------------------------------------------------------
@@ -124,39 +111,10 @@ class Contents:
 
     def read_state(self, name: str, key: str, entry: Entry) -> Tensor:
         """Return this rank's block of an optimizer tensor over the tensor axes, or a number. Collective over the chunk's group."""
-        stepper, chunk, dtype = self._stepper, self._chunk_of[name], getattr(torch, entry.dtype)
-        if isinstance(stepper, WholeStepper):
-            return stepper.gather_state(name, key, entry)
-        value = None
-        if stepper is not None and stepper.optimizer_parameter(name) is not None:
-            mine = next(part for part in chunk.slices if part.name == name)
-            value = self._attempted(partial(stepper.read, name, key), mine.length if entry.like else 1, dtype)
-        if entry.like:
-            return self._joined(name, torch.zeros(0, dtype=dtype) if value is None else value)
-        number = torch.tensor(-math.inf) if value is None else value.detach().reshape(())
-        return all_reduce(number.to(self._device, torch.float64), chunk.group, "max").to("cpu", dtype)
+        return self._stored(name).gather_state(name, key, entry)
 
     def write_state(self, name: str, key: str, value: Tensor) -> None:
         """Set an optimizer tensor: this rank's block over the tensor axes, or a number."""
         if self._stepper is None or self._stepper.optimizer_parameter(name) is None:
             return
-        whole = isinstance(self._stepper, WholeStepper)
-        like = not whole and value.dim() > 0 and value.shape == self._shapes[name]
-        self._stepper.write(name, key, self._chunk_of[name].cut(name, value) if like else value)
-
-    def _attempted(self, read: Callable[[], Tensor], length: int, dtype: torch.dtype) -> Tensor:
-        """Read on this rank. After an error, return a tensor of the same length, because the other ranks wait in a collective."""
-        found: list[Tensor] = []
-        if not self._faults.keep(lambda: found.append(read())):
-            found = [torch.full((length,), torch.nan if dtype.is_floating_point else 0, dtype=dtype)]
-        return found[0]
-
-    def _joined(self, name: str, values: Tensor) -> Tensor:
-        """Gather a parameter's elements from the ranks of its chunk's group, and return them in its shape."""
-        chunk = self._chunk_of[name]
-        lengths = chunk.lengths(name)
-        padded = torch.zeros(max(lengths), dtype=values.dtype, device=self._device)
-        padded[: values.numel()] = values
-        rows = all_gather(padded[None], chunk.group, 0)
-        whole = torch.cat([row[:length] for row, length in zip(rows, lengths, strict=True)])
-        return whole.view(self._shapes[name])
+        self._stepper.write(name, key, self._stored(name).part_to_write(name, value))
