@@ -16,8 +16,51 @@ _SIGNED, _UNSIGNED = float_bits.SIGNED_CODE, float_bits.UNSIGNED_CODE
 _COPIES = (torch.bfloat16, torch.float16)
 
 
+class _FloatMoments:
+    """Moments in floating point, as they are."""
+
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+
+    def moment(self, name: str) -> Tensor:
+        """Return ``exp_avg`` or ``exp_avg_sq`` as float32 ``n``, in a new tensor."""
+        value: Tensor = getattr(self, name)
+        return value.to(torch.float32, copy=True)
+
+    def load_moment(self, name: str, value: Tensor) -> None:
+        """Set ``exp_avg`` or ``exp_avg_sq`` from ``n`` numbers on any device, in place."""
+        getattr(self, name).copy_(value)
+
+    def zero_moments(self) -> None:
+        """Set both moments to zero, in place."""
+        self.exp_avg.zero_()
+        self.exp_avg_sq.zero_()
+
+
+class _SplitMaster:
+    """A master weight in two planes."""
+
+    hi: Tensor
+    lo: Tensor
+
+    @property
+    def weights(self) -> Tensor:
+        """The weights that the model computes with."""
+        return self.hi
+
+    def master(self, *, copy: bool = False) -> Tensor:
+        """Return the float32 parameter, always in a new tensor."""
+        return float_bits.join_master(self.hi, self.lo)
+
+    def load_master(self, values: Tensor) -> None:
+        """Set the parameter from float32 ``n`` on any device, which splits it, in place."""
+        hi, lo = float_bits.split_master(values)
+        self.hi.copy_(hi)
+        self.lo.copy_(lo)
+
+
 @dataclass(frozen=True, kw_only=True)
-class WholeState:
+class WholeState(_FloatMoments):
     """A float32 parameter and its moments: 12 bytes a parameter, 14 with a copy in low precision.
 
     All tensors are flat, contiguous, of ``n`` elements and on one device.
@@ -57,13 +100,18 @@ class WholeState:
         """The weights of the model: the copy, or else the parameter."""
         return self.parameter if self.copy is None else self.copy
 
-    def master(self) -> Tensor:
-        """Return the float32 parameter."""
-        return self.parameter
+    def master(self, *, copy: bool = False) -> Tensor:
+        """Return the float32 parameter, in a new tensor if ``copy``."""
+        return self.parameter.clone() if copy else self.parameter
+
+    def load_master(self, values: Tensor) -> None:
+        """Set the parameter and its copy from float32 ``n`` on any device, in place."""
+        self.parameter.copy_(values)
+        self.weights.copy_(values)
 
 
 @dataclass(frozen=True, kw_only=True)
-class SplitState:
+class SplitState(_SplitMaster, _FloatMoments):
     """A master weight in two planes, and moments: regime A with float32 moments, regime B with bfloat16 ones.
 
     A has 12 bytes per parameter and steps bit for bit like :class:`WholeState`; B has 8, and rounds stored moments
@@ -93,18 +141,9 @@ class SplitState:
         hi, lo = float_bits.split_master(master)
         return cls(hi=hi, lo=lo, exp_avg=zeros(hi, moments), exp_avg_sq=zeros(hi, moments))
 
-    @property
-    def weights(self) -> Tensor:
-        """The weights that the model computes with."""
-        return self.hi
-
-    def master(self) -> Tensor:
-        """Return the float32 parameter, in a new tensor."""
-        return float_bits.join_master(self.hi, self.lo)
-
 
 @dataclass(frozen=True, kw_only=True)
-class QuantizedState:
+class QuantizedState(_SplitMaster):
     """Regime C: a master weight in two planes and 8-bit moments, 6.03 bytes a parameter.
 
     Blocks of 256 elements share a float32 scale: their largest magnitude divided by the code's. The codes are
@@ -153,17 +192,8 @@ class QuantizedState:
             exp_avg_sq_scale=zeros(hi, torch.float32, blocks),
         )
 
-    @property
-    def weights(self) -> Tensor:
-        """The weights that the model computes with."""
-        return self.hi
-
-    def master(self) -> Tensor:
-        """Return the float32 parameter, in a new tensor."""
-        return float_bits.join_master(self.hi, self.lo)
-
     def moment(self, name: str) -> Tensor:
-        """``exp_avg`` or ``exp_avg_sq`` as float32 ``n``, in a new tensor."""
+        """Return ``exp_avg`` or ``exp_avg_sq`` as float32 ``n``, in a new tensor."""
         return self.decoded(name, getattr(self, name), getattr(self, f"{name}_scale"))
 
     @staticmethod
@@ -176,7 +206,8 @@ class QuantizedState:
         return torch.where(q > 127, -value, value) if code is _SIGNED else value
 
     def load_moment(self, name: str, value: Tensor) -> None:
-        """Set ``exp_avg`` or ``exp_avg_sq`` from float32 ``n``, rounded to nearest, in place."""
+        """Set ``exp_avg`` or ``exp_avg_sq`` from ``n`` numbers on any device, rounded to nearest, in place."""
+        value = value.to(self.hi.device, torch.float32)
         code = _SIGNED if name == "exp_avg" else _UNSIGNED
         blocks = functional.pad(value.abs(), (0, -value.numel() % BLOCK)).view(-1, BLOCK)
         scale, inverse = float_bits.scales(blocks.amax(1), code)
@@ -185,6 +216,11 @@ class QuantizedState:
         q = q + 128 * value.signbit() if code is _SIGNED else torch.maximum(q, (value > 0).to(q.dtype))
         getattr(self, name).copy_(q)
         getattr(self, f"{name}_scale").copy_(scale)
+
+    def zero_moments(self) -> None:
+        """Set both moments to zero, in place."""
+        for tensor in (self.exp_avg, self.exp_avg_scale, self.exp_avg_sq, self.exp_avg_sq_scale):
+            tensor.zero_()
 
 
 AdamState = WholeState | SplitState | QuantizedState

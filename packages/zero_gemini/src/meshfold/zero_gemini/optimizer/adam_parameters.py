@@ -8,7 +8,6 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from meshfold.kernels import QuantizedState, WholeState, join_master, split_master
 from meshfold.mesh.parameters import StoredValue
 from meshfold.zero_gemini.chunks.chunk import Chunk
 from meshfold.zero_gemini.optimizer.adam_state import Held
@@ -51,14 +50,7 @@ class AdamValues(ABC):
             weights.copy_(values)
         else:
             for _, a, z, state in held.sections([(begin, end)], change=True):
-                part = values[a - begin : z - begin]
-                if isinstance(state, WholeState):
-                    state.parameter.copy_(part)
-                    state.weights.copy_(part)
-                else:
-                    hi, lo = split_master(part)
-                    state.hi.copy_(hi)
-                    state.lo.copy_(lo)
+                state.load_master(values[a - begin : z - begin])
         if not held.weights.are_shard:
             held.chunk.shard[begin:end].copy_(weights)
 
@@ -66,10 +58,7 @@ class AdamValues(ABC):
         held, (begin, end) = self._idle(name), self._range(name)
         if held.chunk.dtype == torch.float32:
             return held.weights.tensor[begin:end]
-        return _joined(
-            state.parameter.clone() if isinstance(state, WholeState) else join_master(state.hi, state.lo)
-            for _, _, _, state in held.sections([(begin, end)], change=False)
-        )
+        return _joined(state.master(copy=True) for _, _, _, state in held.sections([(begin, end)], change=False))
 
     @torch.no_grad()
     def reset(self) -> None:
@@ -78,10 +67,7 @@ class AdamValues(ABC):
         self._steps = dict.fromkeys(self._steps, 0)
         for chunk, held in self._held.items():
             for _, _, _, state in held.sections([(0, chunk.shard.numel())], change=True):
-                for name in MOMENTS:
-                    getattr(state, name).zero_()
-                    if isinstance(state, QuantizedState):
-                        getattr(state, f"{name}_scale").zero_()
+                state.zero_moments()
 
     def entries(self, chunk: Chunk) -> dict[str, dict[str, Entry]]:
         like = dict.fromkeys(MOMENTS, Entry(True, "float32"))
@@ -91,10 +77,7 @@ class AdamValues(ABC):
         if key == "step":
             return torch.tensor(float(self._steps[name]))
         held = self._idle(name)
-        return _joined(
-            state.moment(key) if isinstance(state, QuantizedState) else getattr(state, key).to(torch.float32, copy=True)
-            for _, _, _, state in held.sections([self._range(name)], change=False)
-        )
+        return _joined(state.moment(key) for _, _, _, state in held.sections([self._range(name)], change=False))
 
     def parts(self, name: str, key: str | None) -> StoredValue:
         held = self._idle(name)
@@ -120,11 +103,7 @@ class AdamValues(ABC):
         elif key in MOMENTS:
             held, (begin, end) = self._idle(name), self._range(name)
             for _, a, z, state in held.sections([(begin, end)], change=True):
-                part = value.reshape(-1)[a - begin : z - begin]
-                if isinstance(state, QuantizedState):
-                    state.load_moment(key, part.to(state.hi.device, torch.float32))
-                else:
-                    getattr(state, key).copy_(part)
+                state.load_moment(key, value.reshape(-1)[a - begin : z - begin])
 
     def _idle(self, name: str) -> Held:
         """Wait for the work on a parameter's chunk and return its state."""

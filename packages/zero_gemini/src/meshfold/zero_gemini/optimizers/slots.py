@@ -147,5 +147,4 @@ def _quantize(state: Mapping[str, Tensor], name: str, value: Tensor) -> None:
     """Encode a floating-point moment."""
     lo = state["master_lo"].view(-1)
     kept = adam_state(torch.zeros_like(lo, dtype=torch.bfloat16), state)
-    assert isinstance(kept, QuantizedState)  # only this kind has codes
-    kept.load_moment(name, row_major(value).view(-1).float())
+    kept.load_moment(name, row_major(value).view(-1))
