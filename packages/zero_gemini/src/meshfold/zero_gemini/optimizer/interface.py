@@ -131,7 +131,7 @@ class Stepper(Protocol):
 
     @property
     def stored_parts(self) -> StoredParts | None:
-        """What each rank stores, if parameters have owners; None: slices of its chunks."""
+        """Map of what each rank stores, if parameters have owners; None: slices of its chunks."""
 
     @property
     def one_by_one(self) -> AdamStepper | None:
