@@ -363,3 +363,18 @@ def threads_of_four_groups() -> int:
 def test_groups_share_one_thread_that_polls() -> None:
     # Each group has two threads that wait for work. A third would be a device of its own, which polls.
     assert run_on_ranks(2, threads_of_four_groups) == [8, 8]
+
+
+def state_of(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks at states of processes in /proc")
+def test_idle_ranks_are_stopped_and_go_on_at_the_next_call() -> None:
+    pids = [pid for *_, pid, _ in run_on_ranks(2, who)]
+    until = time.monotonic() + 60
+    while {state_of(pid) for pid in pids} != {"T"}:
+        assert time.monotonic() < until
+        time.sleep(0.001)
+    assert torch.equal(run_on_ranks(2, total, 1.0)[1], torch.full((3,), 3.0))
+    assert [pid for *_, pid, _ in run_on_ranks(2, who)] == pids
