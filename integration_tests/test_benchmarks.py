@@ -94,6 +94,10 @@ SMALL = [
     "float32",
     "--rounds",
     "2",
+    "--window-s",
+    "0",
+    "--settle-s",
+    "0",
 ]
 
 
