@@ -80,8 +80,24 @@ def agree(op: Op, *inputs: Tensor, reference: Op | None = None, scale: float = 1
 
 
 SHAPES = [(5, 32), (1, 1), (3, 4, 100), (70, 5), (2, 1030)]
-shapes = pytest.mark.parametrize("shape", SHAPES, ids=str)
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+
+def with_dtypes(name: str, cases: list[Any]) -> pytest.MarkDecorator:
+    """Parametrize with every case and every dtype. The interpreter takes seconds for many: `make test` takes each case there
+    in one dtype of two, by turns, and `make test-all` all of them."""
+    pairs = [(dtype, number, case) for dtype in DTYPES for number, case in enumerate(cases)]
+    left_out = {(DTYPES[(number + 1) % 2], number) for number in range(len(cases)) if INTERPRETED}
+    return pytest.mark.parametrize(
+        (name, "dtype"),
+        [
+            pytest.param(case, dtype, id=f"{dtype}-{case}", marks=[pytest.mark.slow] * ((dtype, number) in left_out))
+            for dtype, number, case in pairs
+        ],
+    )
+
+
+shapes_and_dtypes = with_dtypes("shape", SHAPES)
 
 
 # Triton's interpreter takes seconds for several blocks of rows or of columns; the test of a given amax has them, too.
@@ -226,8 +242,7 @@ def test_pair_attention(queries: int, keys: int, d: int, biased: bool, dtype: to
         assert off <= allowed, f"{i}: {off}"
 
 
-@shapes
-@dtypes
+@shapes_and_dtypes
 def test_norms(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     x = seeded(*shape, dtype=dtype)
     w, b = seeded(shape[-1], dtype=dtype, seed=2), seeded(shape[-1], dtype=dtype, seed=3)
@@ -319,8 +334,7 @@ def test_norm_pieces(dtype: torch.dtype, rows: int, cuts: list[int], seed: int) 
         near(g, e, name, float(rows))
 
 
-@shapes
-@dtypes
+@shapes_and_dtypes
 def test_activations(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     gate, up = seeded(*shape, dtype=dtype, scale=3), seeded(*shape, dtype=dtype, seed=1, scale=3)
     bias = seeded(shape[-1], dtype=dtype, seed=2)
@@ -357,8 +371,7 @@ def test_activations_of_slices(dtype: torch.dtype) -> None:
 ROTARY = [(2, 3, 4, 2, 16, 0), (1, 1, 1, 1, 2, 0), (2, 5, 3, 1, 6, 3), (1, 4, 40, 8, 128, 0)]
 
 
-@pytest.mark.parametrize("dims", ROTARY, ids=str)
-@dtypes
+@with_dtypes("dims", ROTARY)
 def test_rotary(dims: tuple[int, ...], dtype: torch.dtype) -> None:
     b, s, heads, kv_heads, r, rest = dims
     cos, sin = seeded(s, r, seed=8), seeded(b, s, r, seed=9)
@@ -381,8 +394,7 @@ def test_rotary(dims: tuple[int, ...], dtype: torch.dtype) -> None:
 MERGES = [(2, 5, 3, 16), (1, 1, 1, 1), (1, 7, 4, 100), (2, 3, 8, 128)]
 
 
-@pytest.mark.parametrize("dims", MERGES, ids=str)
-@dtypes
+@with_dtypes("dims", MERGES)
 def test_merge_of_partial_attention(dims: tuple[int, ...], dtype: torch.dtype) -> None:
     """Strided views on both sides, rows that have seen no key on one side or on both."""
     b, s, heads, d = dims
@@ -403,12 +415,10 @@ def test_merge_of_partial_attention(dims: tuple[int, ...], dtype: torch.dtype) -
     near(out, exact_out, "output", 4.0)
 
 
-@pytest.mark.parametrize(
-    ("tokens", "each", "rows", "hidden"), [(9, 3, 23, 12), (1, 1, 1, 1), (40, 2, 80, 5), (3, 4, 12, 1030)]
-)
-@dtypes
-def test_token_rows(tokens: int, each: int, rows: int, hidden: int, dtype: torch.dtype) -> None:
+@with_dtypes("sizes", [(9, 3, 23, 12), (1, 1, 1, 1), (40, 2, 80, 5), (3, 4, 12, 1030)])
+def test_token_rows(sizes: tuple[int, int, int, int], dtype: torch.dtype) -> None:
     """Pairs without a row and rows without a pair; rows that are part of wider ones."""
+    tokens, each, rows, hidden = sizes
     generator = torch.Generator().manual_seed(rows)
     number = max(1, min(rows, tokens * each) - 2)
     places = torch.full((tokens * each,), -1)
@@ -508,8 +518,7 @@ FEW_ROWS = [(7, 5) if shape == (70, 5) else shape for shape in SHAPES]
 
 
 @pytest.mark.parametrize(("smoothing", "z_loss"), [(0.0, 0.0), (0.1, 1e-2)])
-@pytest.mark.parametrize("shape", FEW_ROWS, ids=str)
-@dtypes
+@with_dtypes("shape", FEW_ROWS)
 def test_cross_entropy(shape: tuple[int, ...], dtype: torch.dtype, smoothing: float, z_loss: float) -> None:
     logits = seeded(*shape, dtype=dtype, scale=3)
     labels = torch.randint(0, shape[-1], shape[:-1], generator=torch.Generator().manual_seed(1)).to(DEVICE)
