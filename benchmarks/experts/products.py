@@ -15,9 +15,8 @@ from meshfold.kernels import ProductTile, expert_places
 Times = Mapping[tuple[str, ProductTile | None, bool], float]
 TRIED = (
     ProductTile(128, 256, stages=4),
-    ProductTile(128, 256),
     ProductTile(128, 128, warps=4),
-    ProductTile(128, 128, stages=4),
+    ProductTile(128, 128),
     ProductTile(256, 128),
 )
 GATE_UP, BACK, GATE_UP_GRADIENT, DOWN_GRADIENT = "gate_up", "back", "gate_up_gradient", "down_gradient"
