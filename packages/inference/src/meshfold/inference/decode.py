@@ -11,6 +11,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -19,10 +20,12 @@ from meshfold.inference.cache import Rows
 from meshfold.inference.sampling import Sampling, SamplingRows, sample, sampling_rows
 from meshfold.inference.schedule import Request, Span
 from meshfold.inference.split_words import SplitWords
+from meshfold.kernels import overlapped_launches
 
 Logits = Callable[[Tensor, Tensor, Rows], Tensor]
 """ids and positions ``b``, and what attention needs of this rank's rows -> logits ``b v``"""
 _IDLE = Sampling(temperature=0.0)
+_TRIES = 3
 
 
 def bucket(rows: int) -> int:
@@ -153,7 +156,11 @@ class DecodeBatch:
         return self._settings.plain
 
     def run(
-        self, steps: int, logits: Logits | None, words: SplitWords | None = None
+        self,
+        steps: int,
+        logits: Logits | None,
+        words: SplitWords | None = None,
+        agree: Callable[[bool], bool] | None = None,
     ) -> tuple[list[list[int]], list[list[float]]]:
         """Compute tokens behind one another.
 
@@ -161,6 +168,8 @@ class DecodeBatch:
             steps: how many.
             logits: the model; None if there is a graph for what was loaded.
             words: the logits are of these; None: of all.
+            agree: returns whether all ranks that share the model say yes; then a graph whose kernels begin early is tried too,
+                and taken if it is faster and chooses the same. None: it is not tried.
 
         Returns:
             Tokens and log-probs, ``steps b``.
@@ -170,9 +179,11 @@ class DecodeBatch:
             if graph is not None:
                 graph.replay()
             elif logits is not None:
-                self._advance(logits, words)
+                advance = partial(self._advance, logits, words)
+                before = [] if agree is None else self._state()
+                advance()
                 if self._captures:
-                    self._capture(logits, words)
+                    self._capture(advance, before, agree)
         return self._tokens[:steps].tolist(), self._logprobs[:steps].tolist()
 
     def _advance(self, logits: Logits, words: SplitWords | None) -> None:
@@ -193,15 +204,89 @@ class DecodeBatch:
         self._positions.add_(self._going)
         self._step.add_(1)
 
-    def _capture(self, logits: Logits, words: SplitWords | None) -> None:
-        """Make a graph of a step; a model that cannot run in a graph keeps running step by step."""
-        graph = torch.cuda.CUDAGraph()
+    def _capture(self, advance: Callable[[], None], before: list[Tensor], agree: Callable[[bool], bool] | None) -> None:
+        """Make a graph of a step; a model that cannot run in a graph keeps running step by step.
+
+        Args:
+            advance: the step, which has run once.
+            before: the state before that.
+            agree: as of :meth:`run`.
+        """
         try:
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # other threads watch ranks
-                self._advance(logits, words)
+            graph = captured(advance)
         except RuntimeError as error:
             self._captures = False
             reason = (str(error) or type(error).__name__).split("\n")[0]
             warnings.warn(f"no CUDA graph of a generated token, which is slower: {reason}", stacklevel=2)
             return
+        if agree is not None:
+            after = self._state()
+            graph = self._faster(graph, advance, before, agree)
+            self._restore(after)
         self._graphs[self._settings.parts] = graph
+
+    def _faster(
+        self,
+        graph: torch.cuda.CUDAGraph,
+        advance: Callable[[], None],
+        before: list[Tensor],
+        agree: Callable[[bool], bool],
+    ) -> torch.cuda.CUDAGraph:
+        """Return a graph whose kernels begin early if it is faster than one without, and chooses the same tokens on all ranks.
+
+        A step that runs again from the same state writes the same keys and values.
+        """
+        early, reason = None, ""
+        try:
+            with overlapped_launches():
+                self._restore(before)
+                advance()  # compiles
+                early = captured(advance)
+        except Exception as problem:  # of Triton's compiler, or of a driver that captures no such launch
+            reason = (str(problem) or type(problem).__name__).strip().split("\n")[0]
+        if not agree(early is not None) or early is None:
+            warnings.warn(
+                f"kernels of a token do not begin early, which is slower: {reason or 'on a rank'}", stacklevel=3
+            )
+            return graph
+        times, found = [float("inf")] * 2, [self._tokens, self._tokens]
+        for _ in range(_TRIES):
+            for i, each in enumerate((graph, early)):
+                self._restore(before)
+                times[i] = min(times[i], gpu_ms(each.replay))
+                found[i] = torch.cat((self._tokens.double(), self._logprobs))
+        same = torch.equal(*found)
+        if not same:
+            warnings.warn("kernels of a token that begin early choose other words; they are not taken", stacklevel=3)
+        return early if agree(same and times[1] < times[0]) else graph
+
+    def _state(self) -> list[Tensor]:
+        """Return copies of what a step changes."""
+        return [part.clone() for part in self._changing]
+
+    def _restore(self, state: Sequence[Tensor]) -> None:
+        for part, value in zip(self._changing, state, strict=True):
+            part.copy_(value)
+
+    @property
+    def _changing(self) -> list[Tensor]:
+        parts = [self._ids, self._positions, self._step, self._tokens, self._logprobs]
+        return parts if self._seen is None else [*parts, self._seen]
+
+
+def captured(run: Callable[[], None]) -> torch.cuda.CUDAGraph:
+    """Return a CUDA graph of what a function launches."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # other threads watch ranks
+        run()
+    return graph
+
+
+def gpu_ms(run: Callable[[], None]) -> float:
+    """Return the milliseconds that a GPU takes for what a function launches."""
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    run()
+    stop.record()
+    stop.synchronize()
+    return float(start.elapsed_time(stop))

@@ -22,7 +22,7 @@ from meshfold.inference.calls import ModelCalls
 from meshfold.inference.compiled import CompiledBlocks
 from meshfold.inference.decode import DecodeBatch, bucket
 from meshfold.inference.fused_sums import FusedSums, OneShot
-from meshfold.inference.measured import choose_row_programs
+from meshfold.inference.measured import agreement, choose_row_programs
 from meshfold.inference.routing import head_of, routed, unrouted_reason
 from meshfold.inference.row_kernels import RowKernels
 from meshfold.inference.sampling import Sampling, sample, sampling_rows
@@ -206,8 +206,9 @@ class PagedForward:
         else:
             count = each * self._parts.parts
             words = self.words if batch.plain else None
+            agree = agreement(self.row_kernels, self.sums, count, self.device)
             with self.entered(compiled=True, single=count == 1, rows=count, words=words):
-                rolled = batch.run(steps, self.logits, words)
+                rolled = batch.run(steps, self.logits, words, agree)
         for tokens, logprobs in zip(*rolled, strict=True):
             found.append(([tokens[row] for row in places], [logprobs[row] for row in places]))
         return found

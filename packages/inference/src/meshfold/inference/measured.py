@@ -1,13 +1,15 @@
-"""Choices that are measured on a GPU first: programs for a single row, for the weights that a model has."""
+"""Choices that are measured on a GPU first: programs for a single row, and kernels of a token that begin early."""
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 
 import torch
 
+from meshfold.inference.fused_sums import FusedSums
 from meshfold.inference.row_kernels import RowKernels
-from meshfold.kernels import measured_row_tiles, take_row_tiles
+from meshfold.kernels import measured_row_tiles, overlaps_on, take_row_tiles
 from meshfold.mesh import Group
 from meshfold.mesh.collectives import all_gather_object
 from meshfold.mesh.processes import running_world
@@ -23,9 +25,8 @@ def choose_row_programs(kernels: RowKernels, dtype: torch.dtype, group: Group | 
             computes must be rounded alike. None: there are no others.
         device: of this rank.
     """
-    world = running_world()
-    if (1 if world is None else world.size) != (1 if group is None else group.size):
-        return  # ranks share the model in another way
+    if not _has_all_ranks(group):
+        return  # they share the model in another way
     tiles, reason = {}, ""
     try:
         with torch.no_grad():
@@ -43,3 +44,25 @@ def choose_row_programs(kernels: RowKernels, dtype: torch.dtype, group: Group | 
             return
         tiles = {kind: type(tile)(*chosen) for (kind, tile), chosen in zip(tiles.items(), each[0], strict=True)}
     take_row_tiles(tiles)
+
+
+def agreement(
+    kernels: RowKernels | None, sums: FusedSums | None, rows: int, device: torch.device
+) -> Callable[[bool], bool] | None:
+    """Return what tells whether all ranks say yes; None where kernels of a token are not tried that begin early.
+
+    Args:
+        kernels, sums: of a model, for few rows.
+        rows: of the token's batch.
+        device: of this rank.
+    """
+    fused = sums is not None and rows <= sums.rows
+    group = sums.group if sums is not None and fused else None
+    if not overlaps_on(device) or not (fused or (kernels is not None and rows == 1)) or not _has_all_ranks(group):
+        return None
+    return bool if group is None else lambda yes: all(all_gather_object(yes, group, device))
+
+
+def _has_all_ranks(group: Group | None) -> bool:
+    world = running_world()
+    return (1 if world is None else world.size) == (1 if group is None else group.size)

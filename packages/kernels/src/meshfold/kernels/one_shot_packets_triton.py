@@ -10,6 +10,7 @@ from torch import Tensor
 from meshfold.kernels._triton import launch
 from meshfold.kernels.one_shot import OneShotMemory
 from meshfold.kernels.one_shot_packets import epoch_bytes
+from meshfold.kernels.overlap import early
 
 
 @triton.jit
@@ -65,7 +66,11 @@ def _packets(
     LANES: tl.constexpr,
     ADDS: tl.constexpr,
     BW: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     row = tl.program_id(0)
     word = tl.arange(0, BW)
     inside = word < words
@@ -156,5 +161,6 @@ def launch_packets(
         ADDS=adds,
         BW=wide,
         num_warps=4 if wide <= 1024 else 8 if wide <= 4096 else 16,
+        **early(),
     )
     return total, y

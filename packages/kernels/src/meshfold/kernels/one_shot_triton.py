@@ -9,6 +9,7 @@ from torch import Tensor
 
 from meshfold.kernels._triton import launch
 from meshfold.kernels.one_shot import OneShotMemory
+from meshfold.kernels.overlap import early
 
 
 @triton.jit
@@ -28,7 +29,11 @@ def _one_shot(
     RANKS: tl.constexpr,
     ADDS: tl.constexpr,
     BH: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     row = tl.program_id(0)
     column = tl.arange(0, BH)
     inside = column < columns
@@ -97,5 +102,6 @@ def launch_one_shot(
         ADDS=adds,
         BH=wide,
         num_warps=4 if wide <= 2048 else 8 if wide <= 8192 else 16,
+        **early(),
     )
     return total, y

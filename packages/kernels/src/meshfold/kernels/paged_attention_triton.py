@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from meshfold.kernels.overlap import early
 from meshfold.kernels.paged_attention import CACHE_FORMS
 
 _LOG2_E = 1.4426950408889634
@@ -66,7 +67,11 @@ def _attend(
     BLOCK: tl.constexpr,
     SPLITS: tl.constexpr,
     PRECISION: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     row, head, split = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64), tl.program_id(2)
     heads = tl.num_programs(1) * GROUP
     position = tl.load(positions + row)
@@ -142,7 +147,10 @@ def _attend(
 
 
 @triton.jit
-def _combine(parts, most, total, out, d, D: tl.constexpr, SPLITS: tl.constexpr):
+def _combine(parts, most, total, out, d, D: tl.constexpr, SPLITS: tl.constexpr, EARLY: tl.constexpr):
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     at = tl.program_id(0).to(tl.int64)
     split, feature = tl.arange(0, SPLITS), tl.arange(0, D)
     inside = feature < d
@@ -226,9 +234,10 @@ def attend_new(
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         num_warps=4,
         num_stages=3 if wide <= 128 else 2,
+        **early(),
     )
     if splits > 1:
-        _combine[(b * heads,)](parts, most, total, out, d, D=wide, SPLITS=splits, num_warps=4)
+        _combine[(b * heads,)](parts, most, total, out, d, D=wide, SPLITS=splits, num_warps=4, **early())
     return out
 
 

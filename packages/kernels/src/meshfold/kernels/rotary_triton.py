@@ -9,6 +9,7 @@ from torch import Tensor
 
 from meshfold.kernels import rotary as plain
 from meshfold.kernels._triton import launch
+from meshfold.kernels.overlap import early
 
 
 @triton.jit
@@ -78,7 +79,11 @@ def _rotate(
     INVERSE: tl.constexpr,
     HEADS: tl.constexpr,
     HALF: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     batch = token // length
     place = token % length
@@ -162,6 +167,7 @@ def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, q_out: Tensor, k_out:
             HEADS=high,
             HALF=wide,
             num_warps=4 if high * wide <= 2048 else 8,
+            **early(),
         )
     for x, out in ((q, q_out), (k, k_out)):
         if out is not x and 2 * half < x.shape[-1]:

@@ -176,6 +176,12 @@ def product_words(
             low2, high2 = _halves(ahead2, BITS)
             ahead2 = tl.load(w2 + place, mask=mask, other=0, eviction_policy="evict_first")
         ahead = tl.load(w + place, mask=mask, other=0, eviction_policy="evict_first")
+        group = wide * groups + (here * PER // GROUP if GROUP > 1 else here * 0)[None, :]
+        mask = inside[:, None] & there[None, :]
+        if GROUP > 1:  # loaded now, so that they are here when the words are unpacked
+            scales = tl.load(scale + group, mask=mask, other=0.0).to(tl.float32)
+            if GATED:
+                scales2 = tl.load(scale2 + group, mask=mask, other=0.0).to(tl.float32)
         part = tl.zeros((BN, BC), tl.float32)
         part2 = tl.zeros((BN, BC), tl.float32)
         whole = tl.zeros((BC,), tl.float32)
@@ -198,15 +204,13 @@ def product_words(
                     half = high2 if q * 4 + j >= PER // 2 else low2
                     part2 += _level(half, BITS, (q * 4 + j) % (PER // 2)) * factor
         if GROUP:
-            group = wide * groups + (here * PER // GROUP if GROUP > 1 else here * 0)[None, :]
-            mask = inside[:, None] & there[None, :]
             part = part * (2.0**85) - _middle(zero, group, mask, BITS, ZERO) * whole[None, :]
             if GATED:
                 part2 = part2 * (2.0**85) - _middle(zero2, group, mask, BITS, ZERO) * whole[None, :]
             if GROUP > 1:
-                part *= tl.load(scale + group, mask=mask, other=0.0).to(tl.float32)
+                part *= scales
                 if GATED:
-                    part2 *= tl.load(scale2 + group, mask=mask, other=0.0).to(tl.float32)
+                    part2 *= scales2
         acc += part
         acc2 += part2
     total, other = tl.sum(acc, 1), tl.sum(acc2, 1)

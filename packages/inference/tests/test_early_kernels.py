@@ -1,0 +1,113 @@
+"""A graph whose kernels begin early is taken if it is faster and chooses the same words, and leaves no trace where it is tried."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from meshfold.inference import Sampling, decode, measured
+from meshfold.inference.cache import Rows
+from meshfold.inference.schedule import Request, Span
+from meshfold.kernels import overlap
+
+CPU, WORDS = torch.device("cpu"), 11
+
+
+class Graph:
+    """Stands in for a CUDA graph: runs what it was made of again, with an error or not if its kernels begin early."""
+
+    def __init__(self, run: Callable[[], None], wrong: Callable[[], None] | None) -> None:
+        self.early = overlap.early()["EARLY"]
+        if self.early and wrong is None:
+            raise RuntimeError("operation not permitted\nwhile capturing")
+        self.run, self.wrong, self.replays = run, wrong, 0
+
+    def replay(self) -> None:
+        self.replays += 1
+        self.run()
+        if self.early and self.wrong is not None:
+            self.wrong()
+
+
+def logits(ids: Tensor, positions: Tensor, rows: Rows) -> Tensor:
+    table = torch.rand(64, WORDS, WORDS, generator=torch.Generator().manual_seed(0))
+    return table[positions % 64, ids]
+
+
+def generated(
+    monkeypatch: pytest.MonkeyPatch, wrong: Any, early_ms: float, agree: Callable[[bool], bool] | None
+) -> tuple[list[Any], list[Graph]]:
+    """Return the tokens of 5 steps and then 3, and the graphs; each kind of graph takes 1 and ``early_ms`` milliseconds."""
+    graphs: list[Graph] = []
+    batch = decode.DecodeBatch(2, 8, 5, 4, 9, CPU, mine=slice(None), whole=True, captures=True)
+
+    def captured(run: Callable[[], None]) -> Graph:
+        graphs.append(Graph(run, wrong and (lambda: wrong(batch))))
+        return graphs[-1]
+
+    def ms(run: Any) -> float:
+        run()
+        return early_ms if run.__self__.early else 1.0
+
+    monkeypatch.setattr(decode, "captured", captured)
+    monkeypatch.setattr(decode, "gpu_ms", ms)
+    greedy = Sampling(temperature=0.0, repetition_penalty=1.3)
+    request = Request(0, (3, 1, 4), greedy)
+    request.pages = [0, 1, 2]
+    seen = torch.zeros(1, WORDS, dtype=torch.bool)
+    batch.load([Span(request, 2, 1)], [1], 5, seen)
+    found = [batch.run(5, logits, None, agree)]
+    request.tokens += [row[1] for row in found[0][0]]
+    batch.load([Span(request, 7, 1)], [1], 3, seen)
+    return [*found, batch.run(3, None)], graphs
+
+
+def right(batch: Any) -> None:
+    pass
+
+
+def other_words(batch: Any) -> None:
+    batch._tokens.add_(1)
+
+
+def other_logprobs(batch: Any) -> None:
+    batch._logprobs.add_(1e-3)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "early_ms", "agree", "taken", "told"),
+    [
+        (right, 0.9, bool, True, ""),
+        (right, 1.1, bool, False, ""),
+        (right, 0.9, lambda yes: False, False, "do not begin early, which is slower: on a rank"),
+        (other_words, 0.9, bool, False, "choose other words"),
+        (other_logprobs, 0.9, bool, False, "choose other words"),
+        (None, 0.9, bool, False, "do not begin early, which is slower: operation not permitted$"),
+    ],
+)
+def test_the_faster_graph_that_is_right(
+    monkeypatch: pytest.MonkeyPatch, wrong: Any, early_ms: float, agree: Any, taken: bool, told: str
+) -> None:
+    wanted, [plain] = generated(monkeypatch, right, 0.0, None)
+    assert plain.replays == 4 + 3
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        found, graphs = generated(monkeypatch, wrong, early_ms, agree)
+    assert found == wanted
+    assert [re.search(told, str(each.message)) is not None for each in heard] == [True] * bool(told)
+    last = max(graphs, key=lambda graph: graph.replays)
+    assert last.early == taken and last.replays >= 4 + 3
+
+
+def test_only_gpus_from_hopper_on_try() -> None:
+    assert measured.agreement(None, None, 1, CPU) is None
+    assert overlap.early() == dict(EARLY=False)
+    with overlap.overlapped_launches():
+        assert overlap.early() == dict(EARLY=True, launch_pdl=True)
+    assert overlap.early() == dict(EARLY=False)
