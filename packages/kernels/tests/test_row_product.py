@@ -10,7 +10,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from meshfold.kernels import PackedWeight, RowCall, RowWeight, largest_magnitudes, pack_weight, row_product
+from meshfold.kernels import (
+    PackedWeight,
+    RowCall,
+    RowWeight,
+    largest_magnitudes,
+    overlapped_launches,
+    pack_weight,
+    row_product,
+)
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if not torch.cuda.is_available() and not INTERPRETED:
@@ -202,3 +210,40 @@ def test_the_fastest_tile_is_taken_if_it_is_right(monkeypatch: pytest.MonkeyPatc
     assert measured({known: 1.0, words[0]: 0.1, words[1]: 0.1, words[2]: 0.99}) == known
     assert measured({known: 1.0, words[2]: 0.97}) == words[2]
     assert call._replace(layer=RowWeight(weight[:, 1:])).word_bits() == 0
+
+
+@pytest.mark.parametrize(
+    "form", ["float", *(pytest.param(form, marks=pytest.mark.slow) for form in ("int8", "int4 zero"))]
+)
+def test_products_that_begin_early_are_the_same(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each reads the result of the one before; the interpreter, where nothing overlaps, only runs what is loaded ahead."""
+    import triton.language as tl
+
+    if INTERPRETED:
+        for name in ("gdc_wait", "gdc_launch_dependents"):
+            monkeypatch.setattr(tl.extra.cuda, name, lambda: None)
+    elif torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("kernels begin early from Hopper on")
+    n = 32 if INTERPRETED else 4096
+    random = torch.Generator().manual_seed(2)
+    x, gain = (torch.randn(n, generator=random).to(DEVICE, torch.bfloat16) for _ in range(2))
+    weight = torch.randn(n, n, generator=random).to(DEVICE, torch.bfloat16) / n**0.5
+    layer = RowWeight(weight)
+    if form != "float":
+        made = packed(weight, form)
+        layer = RowWeight(made.codes, None, made.scale / made.scale.mean(), made.zero)
+    tiles = [None, Tile(2, 32, 2, words=False), Tile(8, 64, 2, words=True)]
+
+    def chain() -> list[Tensor]:
+        found = [x]
+        for i in range(3 if INTERPRETED else 30):
+            gate = layer if i % 3 == 2 else None
+            y = product(found[-1], *layer, gate=gate, norm=(gain, 1e-5), tile=tiles[i % 3])
+            found.append(y / y.norm() if i % 2 else product(y, *layer, add=y, tile=tiles[i % 3]))
+        return found
+
+    wanted = chain()
+    with overlapped_launches():
+        found = chain()
+    for mine, theirs in zip(found, wanted, strict=True):
+        assert float((mine.float() - theirs.float()).norm()) <= 1e-2 * float(theirs.float().norm())

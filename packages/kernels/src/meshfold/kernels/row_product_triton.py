@@ -26,6 +26,32 @@ def _of_group(weight, scale, zero, group, mask, ZERO: tl.constexpr):
 
 
 @triton.jit
+def _weights(w, wide, w_row, here, mask):
+    return tl.load(w + wide * w_row + here[None, :], mask=mask, other=0, eviction_policy="evict_first")
+
+
+@triton.jit
+def _times(tile, given, scale, zero, row, inside, group, mask, GROUP: tl.constexpr, ZERO: tl.constexpr):
+    """Return the products of a tile of a weight, or of codes whose scale is not one of the whole row, with a part of the row."""
+    weight = tile.to(tl.float32)
+    if GROUP > 1:
+        weight = _of_group(weight, scale, zero, group, mask, ZERO)
+    elif ZERO:
+        weight -= tl.load(zero + row, mask=inside, other=0).to(tl.float32)[:, None]
+    return weight * given[None, :]
+
+
+@triton.jit
+def _given(x, gain, here, there, NORM: tl.constexpr):
+    """Return a part of the row, times the norm's gain, and its squares."""
+    given = tl.load(x + here, mask=there, other=0.0).to(tl.float32)
+    squares = given * given
+    if NORM:
+        given *= tl.load(gain + here, mask=there, other=0.0).to(tl.float32)
+    return given, squares
+
+
+@triton.jit
 def _product(
     x,
     w,
@@ -56,9 +82,6 @@ def _product(
     EARLY: tl.constexpr,
 ):
     """Multiply by a weight (GROUP 0), by codes with a scale of each row (GROUP 1), or of each group."""
-    if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
     row = tl.program_id(0) * BN + tl.arange(0, BN)
     inside = row < n
     column = tl.arange(0, BK)
@@ -66,29 +89,33 @@ def _product(
     acc = tl.zeros((BN, BK), tl.float32)
     acc2 = tl.zeros((BN, BK), tl.float32)
     squares = tl.zeros((BK,), tl.float32)
-    for at in tl.range(0, k, BK, num_stages=STAGES):
+    if EARLY:  # the first weights are on their way while the kernel before ends; what it writes is read after that
+        there = column < k
+        mask = inside[:, None] & there[None, :]
+        tile = _weights(w, wide, w_row, column, mask)
+        tile2 = tile
+        if GATED:
+            tile2 = _weights(w2, wide, w_row, column, mask)
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+        given, squares = _given(x, gain, column, there, NORM)
+        group = wide * groups + (column // GROUP if GROUP > 1 else column * 0)[None, :]
+        acc = _times(tile, given, scale, zero, row, inside, group, mask, GROUP, ZERO)
+        if GATED:
+            acc2 = _times(tile2, given, scale2, zero2, row, inside, group, mask, GROUP, ZERO)
+    for at in tl.range(BK if EARLY else 0, k, BK, num_stages=STAGES):
         here = at + column
         there = here < k
-        given = tl.load(x + here, mask=there, other=0.0).to(tl.float32)
+        given, squared = _given(x, gain, here, there, NORM)
         if NORM:
-            squares += given * given
-            given *= tl.load(gain + here, mask=there, other=0.0).to(tl.float32)
+            squares += squared
         mask = inside[:, None] & there[None, :]
-        place = wide * w_row + here[None, :]
         group = wide * groups + (here // GROUP if GROUP > 1 else here * 0)[None, :]
-        weight = tl.load(w + place, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
-        if GROUP > 1:
-            weight = _of_group(weight, scale, zero, group, mask, ZERO)
-        elif ZERO:
-            weight -= tl.load(zero + row, mask=inside, other=0).to(tl.float32)[:, None]
-        acc += weight * given[None, :]
+        tile = _weights(w, wide, w_row, here, mask)
+        acc += _times(tile, given, scale, zero, row, inside, group, mask, GROUP, ZERO)
         if GATED:
-            weight = tl.load(w2 + place, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
-            if GROUP > 1:
-                weight = _of_group(weight, scale2, zero2, group, mask, ZERO)
-            elif ZERO:
-                weight -= tl.load(zero2 + row, mask=inside, other=0).to(tl.float32)[:, None]
-            acc2 += weight * given[None, :]
+            tile2 = _weights(w2, wide, w_row, here, mask)
+            acc2 += _times(tile2, given, scale2, zero2, row, inside, group, mask, GROUP, ZERO)
     total, other = tl.sum(acc, 1), tl.sum(acc2, 1)
     if GROUP == 1:
         total *= tl.load(scale + row, mask=inside, other=0.0)
