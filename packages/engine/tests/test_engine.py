@@ -593,6 +593,7 @@ def test_every_wrong_batch_is_a_clear_error() -> None:
         no_loss.train_step((torch.zeros(4, 2), torch.zeros(4)))
 
 
+@ranks(2)
 def test_a_second_gradient_after_its_bucket_was_sent_is_refused() -> None:
     from torch.utils.checkpoint import checkpoint
 
@@ -606,6 +607,7 @@ def test_a_second_gradient_after_its_bucket_was_sent_is_refused() -> None:
                 x = checkpoint(self.shared, x, use_reentrant=True)
             return x
 
-    engine = Engine(Twice(), optimizer="sgd", loss_fn=lambda output, batch: output.sum())
-    with pytest.raises(TrainingError, match="use_reentrant=False"):
-        engine.train_step((torch.ones(1, 2, requires_grad=True), torch.ones(1)))
+    with Engine(Twice(), dict(data=2), optimizer="sgd", loss_fn=lambda output, batch: output.sum()) as engine:
+        with pytest.raises(TrainingError, match="use_reentrant=False"):
+            engine.train_step((torch.ones(1, 2, requires_grad=True), torch.ones(1)))
+        barrier(engine.mesh.group("data"))

@@ -1,13 +1,15 @@
-"""The host's work on gradients: operators a bucket, not a parameter."""
+"""The host's work on gradients: no call of Python for a parameter, and operators a bucket at most."""
 
 from __future__ import annotations
 
 from collections import Counter
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from meshfold.engine.precision import Masters, Precision
 from meshfold.engine.states import GradientReducer
@@ -30,7 +32,11 @@ def _reducer(model: nn.Module, bucket_bytes: int) -> tuple[GradientReducer, Mast
     return GradientReducer(parameters, masters, Mesh({}), bucket_bytes=bucket_bytes), masters
 
 
-def test_a_bucket_costs_one_copy_and_a_second_micro_step_one_sum() -> None:
+def _hooks(model: nn.Module) -> int:
+    return sum(len(parameter._post_accumulate_grad_hooks or ()) for parameter in model.parameters())
+
+
+def test_first_gradients_cost_one_copy_without_hooks_and_a_second_micro_step_one_sum_and_one_hook_a_bucket() -> None:
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(12)))
     reducer, masters = _reducer(model, 4 * 8 * 9 * 4)
     reducer.reset()
@@ -42,10 +48,12 @@ def test_a_bucket_costs_one_copy_and_a_second_micro_step_one_sum() -> None:
             [g.float() for g in gradients] if not wanted else [w + g for w, g in zip(wanted, gradients, strict=True)]
         )
         loss = model(x).float().square().sum()
-        with reducer.backward(last=last), _Operators() as operators:
+        with _Operators() as operators, reducer.backward(last=last):
             loss.backward()
         assert 1 < len(reducer.buckets) <= 6
-        assert operators.seen[name] == len(reducer.buckets)
+        # The first gradients wait for the end of backward, and are copied together; sums are made while backward runs.
+        assert operators.seen[name] == (1 if name == "_foreach_copy_" else len(reducer.buckets))
+        assert _hooks(model) == (0 if name == "_foreach_copy_" else len(reducer.buckets))
         assert not {"copy_", "add_", "fill_", "slice"} & operators.seen.keys()
         assert all(parameter.grad is None for parameter in model.parameters())
     reducer.finish()
@@ -64,10 +72,11 @@ def test_gradients_that_wait_for_their_bucket_are_counted_and_written_at_the_end
     reducer.reset()
     with reducer.backward(last=False):
         second.backward()
-        assert reducer.held_bytes == 8 * 8 * 2  # in bfloat16, until the bucket is full
+        assert reducer.held_bytes == 8 * 8 * 2  # in bfloat16, until backward has ended
         loss.backward()
         assert held == [8 * 8 * 2]
-        assert reducer.held_bytes == 2 * 8 * 8 * 4
+        assert reducer.held_bytes == 2 * 8 * 8 * 2
+    assert reducer.held_bytes == 2 * 8 * 8 * 4
     reducer.reset()
     with reducer.backward(last=True):
         model[1](torch.ones(1, 8, dtype=torch.bfloat16)).float().sum().backward()
@@ -75,4 +84,67 @@ def test_gradients_that_wait_for_their_bucket_are_counted_and_written_at_the_end
     assert masters.of(model[0].weight).grad is None  # no rank used it
     torch.testing.assert_close(masters.of(model[1].weight).grad, torch.ones(8, 8))
     handle.remove()
+    reducer.close()
+
+
+def test_gradients_of_other_losses_and_of_aborted_backwards_are_dropped() -> None:
+    model = nn.Linear(8, 8, bias=False)
+    reducer, masters = _reducer(model, 1 << 20)
+    x = torch.ones(1, 8, dtype=torch.bfloat16)
+    reducer.reset()
+    model(7 * x).float().sum().backward()  # between two steps
+    with pytest.raises(KeyError), reducer.backward(last=False):
+        model(5 * x).float().sum().backward()
+        raise KeyError
+    assert model.weight.grad is None
+    for factor, last in ((1, False), (2, True)):
+        model(7 * x).float().sum().backward()
+        with reducer.backward(last=last):
+            model(factor * x).float().sum().backward()
+    reducer.finish()
+    torch.testing.assert_close(masters.of(model.weight).grad, torch.full((8, 8), 3.0))
+    reducer.close()
+    assert _hooks(model) == 0
+
+
+def test_hooks_of_users_see_and_change_whole_gradients() -> None:
+    model = nn.Linear(8, 8, bias=False)
+    seen: list[float] = []
+
+    def halve(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        seen.append(float(parameter.grad[0, 0]))
+        parameter.grad.mul_(0.5)
+
+    reducer, masters = _reducer(model, 1 << 20)
+    handle = model.weight.register_post_accumulate_grad_hook(halve)
+    x = torch.ones(1, 8, dtype=torch.bfloat16)
+    reducer.reset()
+    with reducer.backward(last=True):
+        model(4 * x).float().sum().backward()
+    reducer.finish()
+    assert seen == [4.0]
+    torch.testing.assert_close(masters.of(model.weight).grad, torch.full((8, 8), 2.0))
+    handle.remove()
+    reducer.close()
+
+
+def test_a_parameter_of_several_recomputed_blocks_has_the_sum_of_its_gradients() -> None:
+    model = nn.Linear(8, 8, bias=False)
+    reducer, masters = _reducer(model, 1 << 20)
+    x = torch.randn(3, 8, dtype=torch.bfloat16, requires_grad=True)
+
+    def twice(reentrant: bool | None) -> Tensor:
+        y = x
+        for _ in range(2):
+            y = model(y) if reentrant is None else checkpoint(model, y, use_reentrant=reentrant)
+        return y.float().square().sum()
+
+    [wanted] = torch.autograd.grad(twice(None), [model.weight])
+    for reentrant in (True, False):
+        reducer.reset()
+        with reducer.backward(last=True):
+            twice(reentrant).backward()
+        reducer.finish()
+        torch.testing.assert_close(masters.of(model.weight).grad, wanted.float(), rtol=0.02, atol=0.02)
     reducer.close()

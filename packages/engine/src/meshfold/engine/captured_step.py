@@ -30,7 +30,8 @@ from meshfold.mesh.model_io import LossMean
 if TYPE_CHECKING:
     from meshfold.engine.batches.batch import Batch
     from meshfold.engine.forward import Forward
-    from meshfold.engine.states.data_parallel import BucketGradients, GradientReducer
+    from meshfold.engine.states.bucket import BucketGradients
+    from meshfold.engine.states.data_parallel import GradientReducer
     from meshfold.engine.world import World
 
 WARM_UP = 3

@@ -221,15 +221,14 @@ class PlainStates:
             if hasattr(self.optimizer, "copies"):
                 self.optimizer.copies = masters.copies()
         self.trained = list(parameters.values()) if trains else []
-        self.reducer = GradientReducer(self.trained, masters, world.mesh)
+        self.reducer = GradientReducer(self.trained, masters, world.mesh, several=world.pipelined)
 
     def begin(self, *, first: bool) -> None:
         if first:
             self.reducer.reset()
 
     def backward(self, kind: BackwardRole) -> AbstractContextManager[None]:
-        several = self._world.pipelined  # one backward per micro-batch
-        return self.reducer.backward(last=kind in ("last", "final"), several=several)
+        return self.reducer.backward(last=kind in ("last", "final"))
 
     def end_backward(self, kind: BackwardRole) -> None:
         pass  # all buckets are sent on leaving ``backward``
