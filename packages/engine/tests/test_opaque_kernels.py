@@ -29,8 +29,9 @@ def opaque() -> Iterator[None]:
         return run
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in (activations_triton, norms_triton, rotary_triton):
-            patch.setattr(module, "launch", unseen(_triton.launch))
+        plain = _triton.launch
+        for module in (_triton, activations_triton, norms_triton, rotary_triton):
+            patch.setattr(module, "launch", unseen(plain))
         yield
 
 

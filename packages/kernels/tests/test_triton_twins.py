@@ -254,11 +254,11 @@ def test_norms(shape: tuple[int, ...], dtype: torch.dtype) -> None:
 
 def test_sums_of_weight_gradients_over_many_programs() -> None:
     from meshfold.kernels._triton import launch
-    from meshfold.kernels.norms_triton import _sum_parts
+    from meshfold.kernels.norm_kernels import sum_parts
 
     parts = seeded(2, 300, 40, dtype=torch.float32)
     found = torch.full((2, 40), torch.nan, dtype=torch.float32, device=DEVICE)
-    launch(_sum_parts, (2, 2), parts, parts, found, 300, 40, HIGH=128, WIDE=32, num_warps=8)
+    launch(sum_parts, (2, 2), parts, parts, found, 300, 40, HIGH=128, WIDE=32, num_warps=8)
     torch.testing.assert_close(found, parts.double().sum(1).float())
 
 

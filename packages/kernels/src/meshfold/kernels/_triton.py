@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton import knobs
+
+P = TypeVar("P")
 
 
 class _Compiled(NamedTuple):
@@ -58,6 +60,71 @@ def launch(kernel: Any, grid: tuple[int, ...], on: Tensor, *arguments: Any, **se
     stream = torch._C._cuda_getCurrentRawStream(device)
     run, function, metadata = compiled.run, compiled.function, compiled.metadata
     run(x, y, z, stream, function, metadata, None, None, None, *given, *compiled.constants)
+
+
+class Prepared:
+    """A kernel with all that a launch is made of but the tensors, for launches that a model makes again and again.
+
+    The caller keeps one for each combination of dtypes, shapes and numbers. From the second launch on it calls the compiled kernel,
+    and looks only at the addresses.
+    """
+
+    __slots__ = ("_compiled", "_device", "_grid", "_kernel", "_numbers", "_settings")
+
+    def __init__(self, kernel: Any, grid: tuple[int, ...], numbers: tuple[float, ...], **settings: Any) -> None:
+        """Args:
+        kernel: takes tensors, then numbers, then settings.
+        grid: of all launches; an empty one is no work.
+        numbers: all arguments that are no tensors.
+        settings: constants of the kernel, and what Triton takes, such as ``num_warps``.
+        """
+        self._kernel, self._grid, self._numbers, self._settings = kernel, grid, numbers, settings
+        self._compiled: Callable[..., None] | None = None
+        self._device = -1
+
+    def run(self, *tensors: Tensor) -> None:
+        """Run the kernel on tensors of the same dtypes as all others that it is given, on one device."""
+        compiled = self._compiled
+        if compiled is not None:
+            addresses = [tensor.data_ptr() for tensor in tensors if tensor.is_cuda]
+            low = 0
+            for address in addresses:
+                low |= address
+            device = self._device
+            # As when it was compiled: multiples of 16, all on the GPU, which is the current device.
+            as_compiled = not low & 15 and len(addresses) == len(tensors) and device == torch._C._cuda_getDevice()
+            if as_compiled and not _is_observed():
+                compiled(torch._C._cuda_getCurrentRawStream(device), addresses)
+                return
+        launch(self._kernel, self._grid, tensors[0], *tensors, *self._numbers, **self._settings)
+        if compiled is None and 0 not in self._grid:
+            self._find(tensors)
+
+    def _find(self, tensors: Sequence[Tensor]) -> None:
+        """Find the compiled kernel, if Triton has compiled it for addresses that are multiples of 16."""
+        on = tensors[0]
+        if not on.is_cuda or any(tensor.data_ptr() % 16 for tensor in tensors):
+            return
+        device: int = on.device.index
+        known = _kind(self._kernel, device, (*tensors, *self._numbers), self._settings)
+        found = None if known is None else _compiled.get(known[0])
+        if found is None:
+            return
+        (x, y, z), numbers = (*self._grid, 1, 1)[:3], self._numbers
+        run, function, metadata, constants = found.run, found.function, found.metadata, found.constants
+
+        def compiled(stream: int, addresses: list[int]) -> None:
+            run(x, y, z, stream, function, metadata, None, None, None, *addresses, *numbers, *constants)
+
+        self._compiled, self._device = compiled, device
+
+
+def remember(known: dict[Any, Any], key: object, made: P) -> P:
+    """Keep what was made for a key; at most as many as there are kinds of arguments."""
+    if len(known) >= _MOST_COMPILED:
+        known.clear()
+    known[key] = made
+    return made
 
 
 def _kind(

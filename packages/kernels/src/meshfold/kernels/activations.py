@@ -22,6 +22,7 @@ from meshfold.kernels import dispatch
 from meshfold.kernels.fp8 import Fp8Tensor
 from meshfold.kernels.fp8_casts import cast_rows
 from meshfold.kernels.fp8_inputs import Fp8Source, offer_input
+from meshfold.kernels.functions import once_differentiable
 from meshfold.kernels.inputs import as_rows, check_alike, check_vector, compute_dtype, contiguous_like
 
 Activation = Literal["silu", "gelu", "gelu tanh"]
@@ -132,7 +133,7 @@ class _Fused(torch.autograd.Function):
         return y.reshape(*gate_up.shape[:-1], gate.shape[1])
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> Any:
         (gate_up,) = ctx.saved_tensors
         rows = as_rows(gate_up)
@@ -150,7 +151,7 @@ class _Weighted(torch.autograd.Function):
         return dispatch.twin(weighted_gated, gate_up)(gate, up, weights, filled)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> Any:
         gate_up, weights, filled = ctx.saved_tensors
         rows = as_rows(gate_up)
@@ -168,7 +169,7 @@ class _Separate(torch.autograd.Function):
         return y.reshape(gate.shape)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> Any:
         gate, up = ctx.saved_tensors
         rows, others = as_rows(gate), as_rows(up)
@@ -225,7 +226,7 @@ class _BiasGelu(torch.autograd.Function):
         return y.reshape(x.shape)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> Any:
         x, bias = ctx.saved_tensors
         dx, dbias = ctx.gradients(as_rows(dy), as_rows(x), bias, ctx.tanh)

@@ -32,6 +32,7 @@ import torch
 from torch import Tensor
 
 from meshfold.kernels import dispatch
+from meshfold.kernels.functions import once_differentiable
 from meshfold.kernels.inputs import as_rows, compute_dtype, contiguous_like
 
 
@@ -137,7 +138,7 @@ class _CrossEntropy(torch.autograd.Function):
         return loss.masked_fill(ignored, 0.0)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         logits, labels, row_max, sum_exp, ignored = ctx.saved_tensors
         rows = (row_max, sum_exp, labels, grad.masked_fill(ignored, 0.0))

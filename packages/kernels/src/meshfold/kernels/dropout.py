@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from meshfold.kernels import dispatch
+from meshfold.kernels.functions import once_differentiable
 from meshfold.kernels.inputs import as_rows, compute_dtype
 from meshfold.kernels.random_bits import bits_of, plain, stream, top24
 
@@ -87,7 +88,7 @@ class _Dropout(torch.autograd.Function):
         return y.reshape(x.shape)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> Any:
         dx = ctx.drop(as_rows(dy), *ctx.arguments)
         return dx.reshape(dy.shape), *(None for _ in ctx.arguments)

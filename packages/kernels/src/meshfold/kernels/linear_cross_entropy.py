@@ -39,6 +39,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from meshfold.kernels.cross_entropy import LossKernels, Terms
+from meshfold.kernels.functions import once_differentiable
 from meshfold.kernels.inputs import compute_dtype, is_autocast
 from meshfold.kernels.logit_chunks import (
     ChunkSettings,
@@ -343,7 +344,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return losses if settings.reduction == "none" else losses.sum(), entropies
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor, entropy_grad: Tensor | None) -> Any:
         if not torch.compiler.is_compiling():
             if getattr(ctx, "was_used", False):

@@ -18,6 +18,7 @@ from meshfold.kernels import dispatch
 from meshfold.kernels.fp8 import Fp8Tensor
 from meshfold.kernels.fp8_casts import cast_rows
 from meshfold.kernels.fp8_inputs import Fp8Source, offer_input
+from meshfold.kernels.functions import applied, once_differentiable
 from meshfold.kernels.inputs import as_rows, check_alike, check_vector, compute_dtype
 
 
@@ -39,7 +40,7 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float = 1e-6, *, source: Fp8
     check_vector("weight", weight, x.shape[-1])
     if torch.compiler.is_compiling():
         return _plain_rms_norm(x, weight, eps)
-    y: Tensor = _Norm.apply(x, weight, None, eps, False, source)
+    y: Tensor = _norm(x, weight, None, eps, False, source)
     return y
 
 
@@ -65,7 +66,7 @@ def layer_norm(
     check_vector("bias", bias, x.shape[-1])
     if torch.compiler.is_compiling():
         return _plain_layer_norm(x, weight, bias, eps)
-    y: Tensor = _Norm.apply(x, weight, bias, eps, True, source)
+    y: Tensor = _norm(x, weight, bias, eps, True, source)
     return y
 
 
@@ -93,7 +94,7 @@ def add_rms_norm(
     if torch.compiler.is_compiling():
         summed = _add(x, residual)
         return _plain_rms_norm(summed, weight, eps, x.dtype), summed
-    y, summed = _AddNorm.apply(x, residual, weight, None, eps, False, source)
+    y, summed = _add_norm(x, residual, weight, None, eps, False, source)
     return y, summed
 
 
@@ -113,7 +114,7 @@ def add_layer_norm(
     if torch.compiler.is_compiling():
         summed = _add(x, residual)
         return _plain_layer_norm(summed, weight, bias, eps, x.dtype), summed
-    y, summed = _AddNorm.apply(x, residual, weight, bias, eps, True, source)
+    y, summed = _add_norm(x, residual, weight, bias, eps, True, source)
     return y, summed
 
 
@@ -132,10 +133,10 @@ class _Norm(torch.autograd.Function):
         y, _, mean, rstd = _forward(x, None, weight, bias, eps, centred, source)
         ctx.save_for_backward(x, weight, mean, rstd)
         ctx.bias_dtype = None if bias is None else bias.dtype
-        return y.reshape(x.shape)
+        return y if x.ndim == 2 else y.reshape(x.shape)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> Any:
         dx, dweight, dbias = _backward(ctx, dy, None)
         return dx, dweight, dbias, None, None, None
@@ -155,7 +156,8 @@ class _AddNorm(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         ctx.gradients = dispatch.twin(gradients, x)
         y, summed, mean, rstd = _forward(x, residual, weight, bias, eps, centred, source)
-        y, summed = y.reshape(x.shape), summed.reshape(x.shape)
+        if x.ndim != 2:
+            y, summed = y.reshape(x.shape), summed.reshape(x.shape)
         ctx.save_for_backward(summed, weight, mean, rstd)
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.x_dtype = x.dtype
@@ -163,14 +165,15 @@ class _AddNorm(torch.autograd.Function):
         return y, summed
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, dy: Tensor | None, dsummed: Tensor | None) -> Any:
         if dy is None:
             dx = dsummed
             dweight = dbias = None
         else:
             dx, dweight, dbias = _backward(ctx, dy, dsummed)
-        return None if dx is None else dx.to(ctx.x_dtype), dx, dweight, dbias, None, None, None
+        alike = dx is None or dx.dtype is ctx.x_dtype
+        return dx if alike else dx.to(ctx.x_dtype), dx, dweight, dbias, None, None, None
 
 
 def _forward(
@@ -209,11 +212,14 @@ def _backward(ctx: Any, dy: Tensor, added: Tensor | None) -> tuple[Tensor, Tenso
         ctx.bias_dtype is not None,
         ctx.bias_dtype if weight is None else weight.dtype,
     )
-    return (
-        dx.reshape(x.shape),
-        None if dweight is None else dweight.to(weight.dtype),
-        None if dbias is None else dbias.to(ctx.bias_dtype),
-    )
+    if dweight is not None and dweight.dtype is not weight.dtype:
+        dweight = dweight.to(weight.dtype)
+    if dbias is not None and dbias.dtype is not ctx.bias_dtype:
+        dbias = dbias.to(ctx.bias_dtype)
+    return dx if x.ndim == 2 else dx.reshape(x.shape), dweight, dbias
+
+
+_norm, _add_norm = applied(_Norm), applied(_AddNorm)
 
 
 # The reference in plain torch: it defines every result and the signatures of the Triton and numba versions.

@@ -1,253 +1,18 @@
-"""Norms in Triton: each row is read once per pass and held in registers, a few short rows to a program."""
+"""Norms in Triton: launches of :mod:`.norm_kernels`."""
 
 from __future__ import annotations
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
+from meshfold.kernels import norm_kernels
 from meshfold.kernels import norms as plain
-from meshfold.kernels._triton import cdiv, launch, programs, tile
-from meshfold.kernels.fp8_casts_triton import converts, magnitude, rounded, row_scale, scale_inverse
+from meshfold.kernels._triton import Prepared, cdiv, launch, programs, remember, tile
+from meshfold.kernels.fp8_casts_triton import converts
 from meshfold.kernels.inputs import contiguous_like
 
 # Wider rows do not fit a block and go to the reference; no model has them.
 _WIDEST = 65536
-
-
-@triton.jit
-def _load_rows(base, row, stride, column, mask):
-    return tl.load(base + row.to(tl.int64)[:, None] * stride + column[None, :], mask=mask, other=0.0).to(tl.float32)
-
-
-@triton.jit
-def _store_rows(base, row, stride, column, mask, value):
-    tl.store(
-        base + row.to(tl.int64)[:, None] * stride + column[None, :],
-        value.to(base.dtype.element_ty),
-        mask=mask,
-    )
-
-
-@triton.jit(do_not_specialize=["rows", "eps"])
-def _normalise(
-    x,
-    residual,
-    weight,
-    bias,
-    y,
-    summed,
-    mean,
-    rstd,
-    values,
-    inverse,
-    rows,
-    hidden,
-    eps,
-    x_stride,
-    residual_stride,
-    summed_stride,
-    STATS_GIVEN: tl.constexpr,
-    CENTRED: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    CAST: tl.constexpr,
-    CONVERTS: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    """y = (v - mean) * rstd * weight + bias with v = x + residual; computes mean and rstd unless they are given.
-
-    CAST: also write y in e4m3 with the inverse of a scale for each row.
-    """
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    column = tl.arange(0, COLUMNS)
-    in_rows = row < rows
-    in_columns = column < hidden
-    mask = in_rows[:, None] & in_columns[None, :]
-    value = _load_rows(x, row, x_stride, column, mask)
-    if HAS_RESIDUAL:
-        value += _load_rows(residual, row, residual_stride, column, mask)
-        # Normalise the rounded sum, which the residual stream will hold, so that fused and unfused agree.
-        value = value.to(summed.dtype.element_ty)
-        _store_rows(summed, row, summed_stride, column, mask, value)
-        value = value.to(tl.float32)
-    if CENTRED:
-        if STATS_GIVEN:
-            middle = tl.load(mean + row, mask=in_rows, other=0.0)
-        else:
-            middle = tl.sum(value, axis=1) / hidden
-            tl.store(mean + row, middle, mask=in_rows)
-        value = tl.where(mask, value - middle[:, None], 0.0)
-    if STATS_GIVEN:
-        scale = tl.load(rstd + row, mask=in_rows, other=0.0)
-    else:
-        scale = 1.0 / tl.sqrt(tl.sum(value * value, axis=1) / hidden + eps)
-        tl.store(rstd + row, scale, mask=in_rows)
-    value *= scale[:, None]
-    if HAS_WEIGHT:
-        value *= tl.load(weight + column, mask=in_columns, other=0.0).to(tl.float32)[None, :]
-    if HAS_BIAS:
-        value += tl.load(bias + column, mask=in_columns, other=0.0).to(tl.float32)[None, :]
-    _store_rows(y, row, hidden, column, mask, value)
-    if CAST:
-        value = value.to(y.dtype.element_ty).to(tl.float32)  # what a cast of y reads
-        by = row_scale(tl.max(tl.where(mask, magnitude(value), 0.0), axis=1))
-        tl.store(inverse + row, scale_inverse(by), mask=in_rows)
-        place = row.to(tl.int64)[:, None] * hidden + column[None, :]
-        tl.store(values + place, rounded(value * by[:, None], CONVERTS), mask=mask)
-
-
-@triton.jit(do_not_specialize=["rows"])
-def _row_sums(
-    x,
-    mean,
-    sums,
-    rows,
-    hidden,
-    x_stride,
-    SQUARE: tl.constexpr,
-    CENTRED: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    column = tl.arange(0, COLUMNS)
-    in_rows = row < rows
-    mask = in_rows[:, None] & (column < hidden)[None, :]
-    value = _load_rows(x, row, x_stride, column, mask)
-    if CENTRED:
-        value = tl.where(mask, value - tl.load(mean + row, mask=in_rows, other=0.0)[:, None], 0.0)
-    if SQUARE:
-        value *= value
-    tl.store(sums + row, tl.sum(value, axis=1), mask=in_rows)
-
-
-@triton.jit(do_not_specialize=["rows"])
-def _gradient_sums(
-    dy,
-    x,
-    weight,
-    mean,
-    rstd,
-    sums,
-    rows,
-    hidden,
-    dy_stride,
-    x_stride,
-    CENTRED: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    column = tl.arange(0, COLUMNS)
-    in_rows = row < rows
-    in_columns = column < hidden
-    mask = in_rows[:, None] & in_columns[None, :]
-    normed = _load_rows(x, row, x_stride, column, mask)
-    scaled = _load_rows(dy, row, dy_stride, column, mask)
-    if HAS_WEIGHT:
-        scaled *= tl.load(weight + column, mask=in_columns, other=0.0).to(tl.float32)[None, :]
-    if CENTRED:
-        normed -= tl.load(mean + row, mask=in_rows, other=0.0)[:, None]
-        tl.store(sums + row, tl.sum(scaled, axis=1), mask=in_rows)
-        sums += rows
-    normed *= tl.load(rstd + row, mask=in_rows, other=0.0)[:, None]
-    tl.store(sums + row, tl.sum(scaled * normed, axis=1), mask=in_rows)
-
-
-@triton.jit(do_not_specialize=["rows", "width"])
-def _gradients(
-    dy,
-    x,
-    weight,
-    mean,
-    rstd,
-    sums,
-    added,
-    dx,
-    parts,
-    rows,
-    hidden,
-    width,
-    dy_stride,
-    x_stride,
-    added_stride,
-    SUMS_GIVEN: tl.constexpr,
-    CENTRED: tl.constexpr,
-    HAS_ADDED: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    """Compute dx row by row. Each program sums dweight and dbias over its rows and stores one partial sum of each.
-
-    ``hidden``: number of local columns; ``width``: number of columns in the statistics.
-    """
-    column = tl.arange(0, COLUMNS)
-    in_columns = column < hidden
-    weight_sum = tl.zeros((COLUMNS,), dtype=tl.float32)
-    bias_sum = tl.zeros((COLUMNS,), dtype=tl.float32)
-    if HAS_WEIGHT:
-        gain = tl.load(weight + column, mask=in_columns, other=0.0).to(tl.float32)[None, :]
-    for block in range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0)):
-        row = block * ROWS + tl.arange(0, ROWS)
-        in_rows = row < rows
-        mask = in_rows[:, None] & in_columns[None, :]
-        normed = _load_rows(x, row, x_stride, column, mask)
-        wide = _load_rows(dy, row, dy_stride, column, mask)
-        scale = tl.load(rstd + row, mask=in_rows, other=0.0)[:, None]
-        if CENTRED:
-            normed -= tl.load(mean + row, mask=in_rows, other=0.0)[:, None]
-        normed *= scale
-        if HAS_WEIGHT:
-            weight_sum += tl.sum(wide * normed, axis=0)
-            scaled = wide * gain
-        else:
-            scaled = wide
-        if HAS_BIAS:
-            bias_sum += tl.sum(wide, axis=0)
-        if SUMS_GIVEN:
-            if CENTRED:
-                total = tl.load(sums + row, mask=in_rows, other=0.0)
-                along = tl.load(sums + rows + row, mask=in_rows, other=0.0)
-            else:
-                along = tl.load(sums + row, mask=in_rows, other=0.0)
-        else:
-            along = tl.sum(scaled * normed, axis=1)
-            if CENTRED:
-                total = tl.sum(scaled, axis=1)
-        towards = normed * (along / width)[:, None]
-        if CENTRED:
-            towards += (total / width)[:, None]
-        value = (scaled - towards) * scale
-        if HAS_ADDED:
-            value += _load_rows(added, row, added_stride, column, mask)
-        _store_rows(dx, row, hidden, column, mask, value)
-    part = tl.program_id(0).to(tl.int64) * hidden + column
-    if HAS_WEIGHT:
-        tl.store(parts + part, weight_sum, mask=in_columns)
-        part += tl.num_programs(0).to(tl.int64) * hidden
-    if HAS_BIAS:
-        tl.store(parts + part, bias_sum, mask=in_columns)
-
-
-@triton.jit(do_not_specialize=["count"])
-def _sum_parts(parts, found, count, hidden, HIGH: tl.constexpr, WIDE: tl.constexpr):
-    column = tl.program_id(0) * WIDE + tl.arange(0, WIDE)
-    in_columns = column < hidden
-    vector = tl.program_id(1)
-    first = vector.to(tl.int64) * count
-    total = tl.zeros((HIGH, WIDE), tl.float32)
-    for start in range(0, count, HIGH):
-        row = start + tl.arange(0, HIGH)
-        mask = (row < count)[:, None] & in_columns[None, :]
-        total += _load_rows(parts, first + row, hidden, column, mask)
-    tl.store(found + vector * hidden + column, tl.sum(total, axis=0).to(found.dtype.element_ty), mask=in_columns)
 
 
 def row_sums(x: Tensor, mean: Tensor | None, square: bool) -> Tensor:
@@ -257,7 +22,7 @@ def row_sums(x: Tensor, mean: Tensor | None, square: bool) -> Tensor:
     sums = torch.empty(rows, dtype=torch.float32, device=x.device)
     high, wide, warps = tile(hidden)
     launch(
-        _row_sums,
+        norm_kernels.row_sums,
         (cdiv(rows, high),),
         x,
         x,
@@ -279,21 +44,50 @@ def normalise(x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tenso
     if x.shape[1] > _WIDEST:
         return plain.normalise(x, weight, bias, mean, rstd)
     y = contiguous_like(x)
-    _run_normalise(x, None, weight, bias, y, x, mean, rstd, 0.0, given=True)
+    prepared = _prepare_normalise(x, None, weight, bias, x.stride(0), 0.0, centred=mean is not None, given=True)
+    _run_on(prepared, x, None, weight, bias, y, x, mean, rstd)
     return y
+
+
+_wholes: dict[object, Prepared | None] = {}
+_backwards: dict[object, tuple[Prepared, Prepared | None, int] | None] = {}
 
 
 def whole(
     x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float, centred: bool
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-    if x.shape[1] > _WIDEST or (residual is not None and residual.dtype is torch.float64):
+    key = (
+        x.shape,
+        x.stride(0),
+        x.dtype,
+        x.get_device(),
+        residual if residual is None else (residual.stride(0), residual.dtype),
+        weight if weight is None else weight.dtype,
+        bias if bias is None else bias.dtype,
+        eps,
+        centred,
+    )
+    known = _wholes.get(key, key)
+    if known is key:
+        known = remember(_wholes, key, _prepared_whole(x, residual, weight, bias, eps, centred))
+    if known is None:
         return plain.whole(x, residual, weight, bias, eps, centred)
     y = contiguous_like(x)
     summed = x if residual is None else contiguous_like(residual)
     rstd = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
     mean = torch.empty_like(rstd) if centred else None
-    _run_normalise(x, residual, weight, bias, y, summed, mean, rstd, eps, given=False)
+    _run_on(known, x, residual, weight, bias, y, summed, mean, rstd)
     return y, summed, mean, rstd
+
+
+def _prepared_whole(
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float, centred: bool
+) -> Prepared | None:
+    """Return the launch of :func:`whole` for such arguments; None where the reference computes it."""
+    if x.shape[1] > _WIDEST or (residual is not None and residual.dtype is torch.float64):
+        return None
+    stride = x.stride(0) if residual is None else x.shape[1]
+    return _prepare_normalise(x, residual, weight, bias, stride, eps, centred=centred, given=False)
 
 
 def whole_and_cast(
@@ -307,11 +101,47 @@ def whole_and_cast(
     mean = torch.empty_like(rstd) if centred else None
     values = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
     inverse = torch.empty(x.shape[0], 1, dtype=torch.float32, device=x.device)
-    _run_normalise(x, residual, weight, bias, y, summed, mean, rstd, eps, given=False, cast=(values, inverse))
+    prepared = _prepare_normalise(
+        x, residual, weight, bias, summed.stride(0), eps, centred=centred, given=False, cast=True
+    )
+    _run_on(prepared, x, residual, weight, bias, y, summed, mean, rstd, values, inverse)
     return y, summed, mean, rstd, values.view(torch.float8_e4m3fn), inverse
 
 
-def _run_normalise(
+def _prepare_normalise(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    summed_stride: int,
+    eps: float,
+    *,
+    centred: bool,
+    given: bool,
+    cast: bool = False,
+) -> Prepared:
+    rows, hidden = x.shape
+    other = x if residual is None else residual
+    high, wide, warps = tile(hidden)
+    return Prepared(
+        norm_kernels.normalise,
+        (cdiv(rows, high),),
+        (rows, hidden, eps, x.stride(0), other.stride(0), summed_stride),
+        STATS_GIVEN=given,
+        CENTRED=centred,
+        HAS_RESIDUAL=residual is not None,
+        HAS_WEIGHT=weight is not None,
+        HAS_BIAS=bias is not None,
+        CAST=cast,
+        CONVERTS=converts(x),
+        ROWS=high,
+        COLUMNS=wide,
+        num_warps=warps,
+    )
+
+
+def _run_on(
+    prepared: Prepared,
     x: Tensor,
     residual: Tensor | None,
     weight: Tensor | None,
@@ -320,43 +150,21 @@ def _run_normalise(
     summed: Tensor,
     mean: Tensor | None,
     rstd: Tensor,
-    eps: float,
-    given: bool,
-    cast: tuple[Tensor, Tensor] | None = None,
+    values: Tensor | None = None,
+    inverse: Tensor | None = None,
 ) -> None:
-    rows, hidden = x.shape
-    other = x if residual is None else residual
-    high, wide, warps = tile(hidden)
     # Unused arguments must still be valid pointers.
-    launch(
-        _normalise,
-        (cdiv(rows, high),),
+    prepared.run(
         x,
-        x,
-        other,
+        x if residual is None else residual,
         x if weight is None else weight,
         x if bias is None else bias,
         y,
         summed,
         rstd if mean is None else mean,
         rstd,
-        *((rstd, rstd) if cast is None else cast),
-        rows,
-        hidden,
-        eps,
-        x.stride(0),
-        other.stride(0),
-        summed.stride(0),
-        STATS_GIVEN=given,
-        CENTRED=mean is not None,
-        HAS_RESIDUAL=residual is not None,
-        HAS_WEIGHT=weight is not None,
-        HAS_BIAS=bias is not None,
-        CAST=cast is not None,
-        CONVERTS=converts(x),
-        ROWS=high,
-        COLUMNS=wide,
-        num_warps=warps,
+        rstd if values is None else values,
+        rstd if inverse is None else inverse,
     )
 
 
@@ -367,7 +175,7 @@ def gradient_sums(dy: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor | N
     sums = torch.empty((1 if mean is None else 2, rows), dtype=torch.float32, device=x.device)
     high, wide, warps = tile(hidden)
     launch(
-        _gradient_sums,
+        norm_kernels.gradient_sums,
         (cdiv(rows, high),),
         x,
         dy,
@@ -401,18 +209,32 @@ def gradients(
     with_bias: bool,
     dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    rows, columns = x.shape
-    if columns > _WIDEST or x.dtype is torch.float64:
+    key = (
+        x.shape,
+        x.stride(0),
+        x.dtype,
+        x.get_device(),
+        dy.stride(0),
+        dy.dtype,
+        weight if weight is None else weight.dtype,
+        mean is None,
+        sums is None,
+        hidden,
+        added if added is None else (added.stride(0), added.dtype),
+        with_bias,
+        dtype,
+    )
+    known = _backwards.get(key, key)
+    if known is key:
+        made = _prepared_gradients(dy, x, weight, mean, sums, hidden, added, with_bias)
+        known = remember(_backwards, key, made)
+    if known is None:
         return plain.gradients(dy, x, weight, mean, rstd, sums, hidden, added, with_bias, dtype)
+    first, second, count = known
     dx = contiguous_like(x)
-    high, wide, warps = tile(columns)
-    count = programs(cdiv(rows, high), x)
-    vectors = (weight is not None) + with_bias
+    vectors, columns = (weight is not None) + with_bias, x.shape[1]
     parts = torch.empty((vectors, count, columns), dtype=torch.float32, device=x.device) if vectors else rstd
-    launch(
-        _gradients,
-        (count,),
-        x,
+    first.run(
         dy,
         x,
         x if weight is None else weight,
@@ -422,12 +244,38 @@ def gradients(
         x if added is None else added,
         dx,
         parts,
-        rows,
-        columns,
-        hidden,
-        dy.stride(0),
-        x.stride(0),
-        x.stride(0) if added is None else added.stride(0),
+    )
+    if second is None:
+        return dx, None, None
+    found = torch.empty((vectors, columns), dtype=dtype or torch.float32, device=x.device)
+    second.run(parts, found)
+    dweight, *rest = found.unbind()
+    if weight is None:
+        return dx, None, dweight
+    return dx, dweight, rest[0] if rest else None
+
+
+def _prepared_gradients(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    mean: Tensor | None,
+    sums: Tensor | None,
+    hidden: int,
+    added: Tensor | None,
+    with_bias: bool,
+) -> tuple[Prepared, Prepared | None, int] | None:
+    """Return the launches of :func:`gradients` for such arguments, and the parts of a sum; None where the reference computes it."""
+    rows, columns = x.shape
+    if columns > _WIDEST or x.dtype is torch.float64:
+        return None
+    high, wide, warps = tile(columns)
+    count = programs(cdiv(rows, high), x)
+    vectors = (weight is not None) + with_bias
+    first = Prepared(
+        norm_kernels.gradients,
+        (count,),
+        (rows, columns, hidden, dy.stride(0), x.stride(0), x.stride(0) if added is None else added.stride(0)),
         SUMS_GIVEN=sums is not None,
         CENTRED=mean is not None,
         HAS_ADDED=added is not None,
@@ -437,11 +285,8 @@ def gradients(
         COLUMNS=wide,
         num_warps=warps,
     )
-    if not vectors:
-        return dx, None, None
-    found = torch.empty((vectors, columns), dtype=dtype or torch.float32, device=x.device)
-    launch(_sum_parts, (cdiv(columns, 32), vectors), x, parts, found, count, columns, HIGH=128, WIDE=32, num_warps=8)
-    dweight, *rest = found.unbind()
-    if weight is None:
-        return dx, None, dweight
-    return dx, dweight, rest[0] if rest else None
+    grid = (cdiv(columns, 32), vectors)
+    second = (
+        Prepared(norm_kernels.sum_parts, grid, (count, columns), HIGH=128, WIDE=32, num_warps=8) if vectors else None
+    )
+    return first, second, count

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from meshfold.kernels import dispatch
+from meshfold.kernels.functions import once_differentiable
 
 MOST_ELEMENTS = 1 << 28
 """Logits of the reference before it goes through rows and queries in parts: 1 GiB in float32."""
@@ -60,7 +61,7 @@ class _PairAttention(torch.autograd.Function):
         return out
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> Any:
         q, k, v, bias, key_bias, out, lse = ctx.saved_tensors
         with_bias = bias is not None and ctx.needs_input_grad[3]

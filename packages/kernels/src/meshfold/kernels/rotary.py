@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from meshfold.kernels import dispatch
+from meshfold.kernels.functions import once_differentiable
 from meshfold.kernels.inputs import compute_dtype, contiguous_like
 
 
@@ -83,7 +84,7 @@ class _Rotary(torch.autograd.Function):
         return _rotated(ctx.rotate, q, k, cos, sin, False)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, dq: Tensor, dk: Tensor) -> Any:
         cos, sin = ctx.saved_tensors
         return *_rotated(ctx.rotate, dq, dk, cos, sin, True), None, None

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from meshfold.kernels import dispatch
+from meshfold.kernels.functions import once_differentiable
 from meshfold.kernels.inputs import compute_dtype
 
 
@@ -68,7 +69,7 @@ class _Take(torch.autograd.Function):
         return dispatch.twin(taken, x)(x, pairs, places)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> Any:
         pairs, places = ctx.saved_tensors
         return ctx.summed(dy, pairs, places, None), None, None
@@ -82,7 +83,7 @@ class _Sum(torch.autograd.Function):
         return dispatch.twin(summed, rows)(rows, pairs, places, weights)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> Any:
         rows, pairs, places, weights = ctx.saved_tensors
         if weights is None:

@@ -1,0 +1,39 @@
+"""Autograd functions of kernels, which take the host less than torch's own wrappers: models call them in every layer."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+Backward = Callable[..., Any]
+
+
+def once_differentiable(backward: Backward) -> Backward:
+    """Return a backward that raises when it is differentiated again, as ``torch.autograd.function.once_differentiable`` does.
+
+    A backward without ``create_graph`` runs as it is: gradients are off already, and nothing can go wrong.
+    """
+    refused = torch.autograd.function.once_differentiable(backward)
+
+    @functools.wraps(backward)
+    def run(ctx: Any, *gradients: Any) -> Any:
+        return refused(ctx, *gradients) if torch.is_grad_enabled() else backward(ctx, *gradients)
+
+    return run
+
+
+def applied(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """Return ``function.apply`` for a function whose forward takes the context, without torch's preparations for ``torch.func``.
+
+    Inside a transform of ``torch.func`` it is ``function.apply``.
+    """
+    direct = super(torch.autograd.Function, function).apply  # type: ignore[misc]
+    transforms: Callable[[], bool] = torch._C._are_functorch_transforms_active
+
+    def apply(*arguments: Any) -> Any:
+        return function.apply(*arguments) if transforms() else direct(*arguments)
+
+    return apply
