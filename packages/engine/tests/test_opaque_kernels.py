@@ -19,7 +19,7 @@ from meshfold.models import build, preset
 @contextlib.contextmanager
 def opaque() -> Iterator[None]:
     """Have operations of the interpreter, which copies results back, be as unseen as a GPU's."""
-    from meshfold.kernels import _triton, activations_triton, norms_triton, rotary_triton
+    from meshfold.kernels import _triton, activations_triton, norms_triton
 
     def unseen(launch: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **options: Any) -> Any:
@@ -30,7 +30,7 @@ def opaque() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         plain = _triton.launch
-        for module in (_triton, activations_triton, norms_triton, rotary_triton):
+        for module in (_triton, activations_triton, norms_triton):
             patch.setattr(module, "launch", unseen(plain))
         yield
 

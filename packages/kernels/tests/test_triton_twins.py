@@ -254,7 +254,7 @@ def test_norms(shape: tuple[int, ...], dtype: torch.dtype) -> None:
 
 def test_sums_of_weight_gradients_over_many_programs() -> None:
     from meshfold.kernels._triton import launch
-    from meshfold.kernels.norm_kernels import sum_parts
+    from meshfold.kernels.norm_passes_triton import sum_parts
 
     parts = seeded(2, 300, 40, dtype=torch.float32)
     found = torch.full((2, 40), torch.nan, dtype=torch.float32, device=DEVICE)

@@ -22,7 +22,7 @@ from meshfold.kernels import dispatch
 from meshfold.kernels.fp8 import Fp8Tensor
 from meshfold.kernels.fp8_casts import cast_rows
 from meshfold.kernels.fp8_inputs import Fp8Source, offer_input
-from meshfold.kernels.functions import once_differentiable
+from meshfold.kernels.functions import applied, once_differentiable
 from meshfold.kernels.inputs import as_rows, check_alike, check_vector, compute_dtype, contiguous_like
 
 Activation = Literal["silu", "gelu", "gelu tanh"]
@@ -47,7 +47,7 @@ def swiglu(gate_up: Tensor, *, source: Fp8Source | None = None) -> Tensor:
     if torch.compiler.is_compiling():
         gate, up = gate_up.chunk(2, -1)
         return gated(gate, up)
-    y: Tensor = _Fused.apply(gate_up, source)
+    y: Tensor = _fused(gate_up, source)
     return y
 
 
@@ -73,7 +73,7 @@ def weighted_swiglu(gate_up: Tensor, weights: Tensor, filled: Tensor | None = No
     if torch.compiler.is_compiling():
         gate, up = gate_up.chunk(2, 1)
         return weighted_gated(gate, up, weights)
-    y: Tensor = _Weighted.apply(gate_up, weights, filled)
+    y: Tensor = _weighted(gate_up, weights, filled)
     return y
 
 
@@ -100,7 +100,7 @@ def swiglu2(gate: Tensor, up: Tensor, *, source: Fp8Source | None = None) -> Ten
     check_alike("gate and up", gate, up)
     if torch.compiler.is_compiling():
         return gated(gate, up)
-    y: Tensor = _Separate.apply(gate, up, "silu", source)
+    y: Tensor = _separate(gate, up, "silu", source)
     return y
 
 
@@ -119,7 +119,7 @@ def geglu2(gate: Tensor, up: Tensor, approximate: str = "none", *, source: Fp8So
     kind: Activation = "gelu tanh" if _is_tanh(approximate) else "gelu"
     if torch.compiler.is_compiling():
         return gated(gate, up, kind)
-    y: Tensor = _Separate.apply(gate, up, kind, source)
+    y: Tensor = _separate(gate, up, kind, source)
     return y
 
 
@@ -206,7 +206,7 @@ def bias_gelu(x: Tensor, bias: Tensor | None = None, approximate: str = "none") 
     check_vector("bias", bias, x.shape[-1])
     if torch.compiler.is_compiling():
         return gelu(x, bias, tanh)
-    y: Tensor = _BiasGelu.apply(x, bias, tanh)
+    y: Tensor = _bias_gelu(x, bias, tanh)
     return y
 
 
@@ -231,6 +231,9 @@ class _BiasGelu(torch.autograd.Function):
         x, bias = ctx.saved_tensors
         dx, dbias = ctx.gradients(as_rows(dy), as_rows(x), bias, ctx.tanh)
         return dx.reshape(x.shape), None if bias is None else dbias.to(bias.dtype), None
+
+
+_fused, _weighted, _separate, _bias_gelu = map(applied, (_Fused, _Weighted, _Separate, _BiasGelu))
 
 
 # The reference in plain torch: it defines every result and the signatures of the Triton and numba versions.

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from meshfold.kernels import activations as plain
-from meshfold.kernels._triton import cdiv, launch, programs, tile
+from meshfold.kernels._triton import Prepared, cdiv, launch, programs, remember, tile
 from meshfold.kernels.activations import Activation
 from meshfold.kernels.fp8_casts_triton import cast_rows, converts, magnitude, rounded, row_scale, scale_inverse
 from meshfold.kernels.inputs import contiguous_like
@@ -260,26 +262,27 @@ def _gelu_gradients(
 def gated(gate: Tensor, up: Tensor, kind: Activation = "silu") -> Tensor:
     if up.dtype is torch.float64:
         return plain.gated(gate, up, kind)
-    rows, columns = gate.shape
     y = contiguous_like(gate)
-    high, wide, warps = tile(columns, widest=_WIDEST_BLOCK)
-    launch(
-        _gated,
-        (cdiv(rows, high), cdiv(columns, wide)),
-        gate,
-        gate,
-        up,
-        y,
-        rows,
-        columns,
-        gate.stride(0),
-        up.stride(0),
-        KIND=_KINDS[kind],
-        ROWS=high,
-        COLUMNS=wide,
-        num_warps=warps,
-    )
+    _prepared(_gated, kind, gate, up).run(gate, up, y)
     return y
+
+
+_known: dict[object, Prepared] = {}
+
+
+def _prepared(kernel: Any, kind: Activation, *strided: Tensor) -> Prepared:
+    """Return the launch of a kernel of gates on tensors like these, whose strides it takes after rows and columns."""
+    gate = strided[-1]  # of any, the shape is the same
+    strides = tuple([x.stride(0) for x in strided])
+    key = (id(kernel), kind, gate.shape, strides, *[x.dtype for x in strided], gate.get_device())
+    found = _known.get(key)
+    if found is None:
+        rows, columns = gate.shape
+        high, wide, warps = tile(columns, widest=_WIDEST_BLOCK)
+        grid, settings = (cdiv(rows, high), cdiv(columns, wide)), dict(ROWS=high, COLUMNS=wide, num_warps=warps)
+        found = Prepared(kernel, grid, (rows, columns, *strides), KIND=_KINDS[kind], **settings)
+        remember(_known, key, found)
+    return found
 
 
 def gated_and_cast(gate: Tensor, up: Tensor, kind: Activation = "silu") -> tuple[Tensor, Tensor, Tensor]:
@@ -302,29 +305,7 @@ def gated_gradients(
 ) -> None:
     if up.dtype is torch.float64:
         return plain.gated_gradients(dy, gate, up, dgate, dup, kind)
-    rows, columns = gate.shape
-    high, wide, warps = tile(columns, widest=_WIDEST_BLOCK)
-    launch(
-        _gated_gradients,
-        (cdiv(rows, high), cdiv(columns, wide)),
-        gate,
-        dy,
-        gate,
-        up,
-        dgate,
-        dup,
-        rows,
-        columns,
-        dy.stride(0),
-        gate.stride(0),
-        up.stride(0),
-        dgate.stride(0),
-        dup.stride(0),
-        KIND=_KINDS[kind],
-        ROWS=high,
-        COLUMNS=wide,
-        num_warps=warps,
-    )
+    _prepared(_gated_gradients, kind, dy, gate, up, dgate, dup).run(dy, gate, up, dgate, dup)
 
 
 def weighted_gated(gate: Tensor, up: Tensor, weights: Tensor, filled: Tensor | None = None) -> Tensor:

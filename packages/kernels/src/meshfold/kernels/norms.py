@@ -172,8 +172,8 @@ class _AddNorm(torch.autograd.Function):
             dweight = dbias = None
         else:
             dx, dweight, dbias = _backward(ctx, dy, dsummed)
-        alike = dx is None or dx.dtype is ctx.x_dtype
-        return dx if alike else dx.to(ctx.x_dtype), dx, dweight, dbias, None, None, None
+        towards_x = dx if dx is None or dx.dtype is ctx.x_dtype else dx.to(ctx.x_dtype)
+        return towards_x, dx, dweight, dbias, None, None, None
 
 
 def _forward(

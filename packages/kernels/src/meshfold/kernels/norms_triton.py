@@ -1,11 +1,13 @@
-"""Norms in Triton: launches of :mod:`.norm_kernels`."""
+"""Norms in Triton: launches of :mod:`.norm_passes_triton`."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from meshfold.kernels import norm_kernels
+from meshfold.kernels import norm_passes_triton as passes
 from meshfold.kernels import norms as plain
 from meshfold.kernels._triton import Prepared, cdiv, launch, programs, remember, tile
 from meshfold.kernels.fp8_casts_triton import converts
@@ -22,7 +24,7 @@ def row_sums(x: Tensor, mean: Tensor | None, square: bool) -> Tensor:
     sums = torch.empty(rows, dtype=torch.float32, device=x.device)
     high, wide, warps = tile(hidden)
     launch(
-        norm_kernels.row_sums,
+        passes.row_sums,
         (cdiv(rows, high),),
         x,
         x,
@@ -67,7 +69,7 @@ def whole(
         eps,
         centred,
     )
-    known = _wholes.get(key, key)
+    known: Any = _wholes.get(key, key)
     if known is key:
         known = remember(_wholes, key, _prepared_whole(x, residual, weight, bias, eps, centred))
     if known is None:
@@ -124,7 +126,7 @@ def _prepare_normalise(
     other = x if residual is None else residual
     high, wide, warps = tile(hidden)
     return Prepared(
-        norm_kernels.normalise,
+        passes.normalise,
         (cdiv(rows, high),),
         (rows, hidden, eps, x.stride(0), other.stride(0), summed_stride),
         STATS_GIVEN=given,
@@ -175,7 +177,7 @@ def gradient_sums(dy: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor | N
     sums = torch.empty((1 if mean is None else 2, rows), dtype=torch.float32, device=x.device)
     high, wide, warps = tile(hidden)
     launch(
-        norm_kernels.gradient_sums,
+        passes.gradient_sums,
         (cdiv(rows, high),),
         x,
         dy,
@@ -224,7 +226,7 @@ def gradients(
         with_bias,
         dtype,
     )
-    known = _backwards.get(key, key)
+    known: Any = _backwards.get(key, key)
     if known is key:
         made = _prepared_gradients(dy, x, weight, mean, sums, hidden, added, with_bias)
         known = remember(_backwards, key, made)
@@ -273,7 +275,7 @@ def _prepared_gradients(
     count = programs(cdiv(rows, high), x)
     vectors = (weight is not None) + with_bias
     first = Prepared(
-        norm_kernels.gradients,
+        passes.gradients,
         (count,),
         (rows, columns, hidden, dy.stride(0), x.stride(0), x.stride(0) if added is None else added.stride(0)),
         SUMS_GIVEN=sums is not None,
@@ -286,7 +288,5 @@ def _prepared_gradients(
         num_warps=warps,
     )
     grid = (cdiv(columns, 32), vectors)
-    second = (
-        Prepared(norm_kernels.sum_parts, grid, (count, columns), HIGH=128, WIDE=32, num_warps=8) if vectors else None
-    )
+    second = Prepared(passes.sum_parts, grid, (count, columns), HIGH=128, WIDE=32, num_warps=8) if vectors else None
     return first, second, count

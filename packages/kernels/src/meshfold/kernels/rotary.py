@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from meshfold.kernels import dispatch
-from meshfold.kernels.functions import once_differentiable
+from meshfold.kernels.functions import applied, once_differentiable
 from meshfold.kernels.inputs import compute_dtype, contiguous_like
 
 
@@ -39,7 +39,7 @@ def apply_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor
     cos, sin = _tables(q, k, cos, sin)
     if torch.compiler.is_compiling():
         return turned(q, cos, sin), turned(k, cos, sin)
-    q, k = _Rotary.apply(q, k, cos, sin)
+    q, k = _rotary(q, k, cos, sin)
     return q, k
 
 
@@ -88,6 +88,9 @@ class _Rotary(torch.autograd.Function):
     def backward(ctx: Any, dq: Tensor, dk: Tensor) -> Any:
         cos, sin = ctx.saved_tensors
         return *_rotated(ctx.rotate, dq, dk, cos, sin, True), None, None
+
+
+_rotary = applied(_Rotary)
 
 
 def _rotated(

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from meshfold.kernels import rotary as plain
-from meshfold.kernels._triton import launch
+from meshfold.kernels._triton import Prepared, remember
 from meshfold.kernels.overlap import early
 
 
@@ -137,38 +139,36 @@ def _rotate(
 def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, q_out: Tensor, k_out: Tensor, inverse: bool) -> None:
     if torch.float64 in (k.dtype, cos.dtype, sin.dtype):
         return plain.rotate(q, k, cos, sin, q_out, k_out, inverse)
-    b, s, heads, _ = q.shape
     half = cos.shape[-1] // 2
     if half:
-        wide = 1 << (half - 1).bit_length()
-        most = max(heads, k.shape[2], 1)
-        high = min(1 << (most - 1).bit_length(), max(1, 4096 // wide))
-        launch(
-            _rotate,
-            (b * s,),
-            q,
-            q,
-            k,
-            cos,
-            sin,
-            q_out,
-            k_out,
-            s,
-            heads,
-            k.shape[2],
-            half,
-            *q.stride(),
-            *k.stride(),
-            *q_out.stride(),
-            *k_out.stride(),
-            *cos.stride(),
-            *sin.stride(),
-            INVERSE=inverse,
-            HEADS=high,
-            HALF=wide,
-            num_warps=4 if high * wide <= 2048 else 8,
-            **early(),
-        )
+        each = (q, k, cos, sin, q_out, k_out)
+        numbers = (q.shape[1], q.shape[2], k.shape[2], half)
+        strides = (*q.stride(), *k.stride(), *q_out.stride(), *k_out.stride(), *cos.stride(), *sin.stride())
+        begins = early()
+        key = (q.shape[0], numbers, strides, *[x.dtype for x in each], inverse, q.get_device(), begins["EARLY"])
+        found = _known.get(key)
+        if found is None:
+            found = remember(_known, key, _prepared(q.shape[0], numbers, strides, inverse, begins))
+        found.run(*each)
     for x, out in ((q, q_out), (k, k_out)):
         if out is not x and 2 * half < x.shape[-1]:
             out[..., 2 * half :].copy_(x[..., 2 * half :])
+
+
+_known: dict[object, Prepared] = {}
+
+
+def _prepared(
+    batch: int, numbers: tuple[int, int, int, int], strides: tuple[int, ...], inverse: bool, begins: dict[str, Any]
+) -> Prepared:
+    """Return the launch for a number of rows, and tokens, heads of queries and of keys, and features of a half.
+
+    ``begins``: whether it begins early.
+    """
+    tokens, heads, kv_heads, half = numbers
+    wide = 1 << (half - 1).bit_length()
+    most = max(heads, kv_heads, 1)
+    high = min(1 << (most - 1).bit_length(), max(1, 4096 // wide))
+    warps = 4 if high * wide <= 2048 else 8
+    settings: dict[str, Any] = dict(INVERSE=inverse, HEADS=high, HALF=wide, num_warps=warps, **begins)
+    return Prepared(_rotate, (batch * tokens,), (*numbers, *strides), **settings)

@@ -225,10 +225,10 @@ class GradientReducer:
                 bucket.launch()
 
     def _launch_ready(self) -> None:
-        """Launch, in order, the buckets that are full; those of one rank have nothing to send."""
+        """Launch, in order, the buckets that are full; those of one rank have nothing to send, and may still get gradients."""
         while self._next < len(self.buckets):
             bucket = self.buckets[self._next]
-            if bucket.group.size > 1:
+            if bucket.group.size > 1 or self._several:
                 if not bucket.is_full:
                     return
                 bucket.launch()

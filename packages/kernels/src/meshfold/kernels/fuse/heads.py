@@ -128,6 +128,8 @@ class Head:
         self.name, self.open, self.closed = name, 0, 0
         self.losses = self.reads = 0
         self._layer, self._always = layer, always
+        # Asked once: a look whether a class has a protocol takes the host as long as a launch.
+        self._deferrable = layer if isinstance(layer, DeferrableHead) else None
         self._kind = type(layer)
         self._loss: Callable[[Tensor], Tensor] | None = None  # set while the layer computes its own loss
         layer.__dict__[_CALL] = self
@@ -144,20 +146,20 @@ class Head:
             return False
         if x.ndim < 2 or is_autocast(x):
             return False
-        if isinstance(self._layer, DeferrableHead) and not self._layer.defers_logits():
+        if self._deferrable is not None and not self._deferrable.defers_logits():
             return False
         return self._always or math.prod(self.shape(x)) >= WORTHWHILE
 
     def shape(self, x: Tensor) -> tuple[int, ...]:
         """Return the shape of the logits of ``x``."""
-        if isinstance(self._layer, DeferrableHead):
-            return self._layer.logits_shape(x)
+        if self._deferrable is not None:
+            return self._deferrable.logits_shape(x)
         return (*x.shape[:-1], self._layer.out_features)
 
     def operands(self, x: Tensor) -> Operands:
         """Return rows ``m k``, weight ``v k`` and bias ``v`` whose product the logits are; only within :meth:`loss`."""
-        if isinstance(self._layer, DeferrableHead):
-            return self._layer.loss_operands(x)
+        if self._deferrable is not None:
+            return self._deferrable.loss_operands(x)
         return x.reshape(-1, x.shape[-1]), self._layer.weight, self._layer.bias
 
     @property
