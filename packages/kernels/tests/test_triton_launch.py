@@ -20,7 +20,7 @@ from triton.compiler import make_backend
 from triton.runtime.jit import create_function_from_signature
 
 from meshfold.kernels import _triton
-from meshfold.kernels._triton import cdiv, launch
+from meshfold.kernels._triton import Prepared, cdiv, launch
 
 
 class _OnGpu(Tensor):
@@ -61,6 +61,7 @@ class _Kernel:
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch) -> _Kernel:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 11 + device, raising=False)
     monkeypatch.setattr(_triton, "_compiled", {})
     return _Kernel()
@@ -108,6 +109,41 @@ def test_what_cannot_be_told_apart_goes_through_triton(kernel: _Kernel, monkeypa
     for _ in range(2):
         launch(kernel, (1,), x, x, x, 5, 0.5, WIDE=64, UNUSED=0)  # a profiler sees it
     assert len(kernel.slow) == 8 and not kernel.fast
+
+
+def test_a_prepared_launch_looks_at_addresses_only(kernel: _Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, y = (_on_gpu(torch.float32) for _ in range(2))
+    prepared = Prepared(kernel, (3,), (5, 0.5), WIDE=64, UNUSED=1, num_warps=4)
+    prepared.run(x, x)
+    assert kernel.slow == [((3,), (x, x, 5, 0.5), dict(WIDE=64, UNUSED=1, num_warps=4))] and not kernel.fast
+    monkeypatch.setattr(_triton, "_kind", None)  # nothing else is looked at
+    for first, second in ((x, y), (y, x)):
+        prepared.run(first, second)
+        given = (3, 1, 1, 11, 7, "metadata", None, None, None, first.data_ptr(), second.data_ptr(), 5, 0.5, 64, 1)
+        assert kernel.fast[-1] == given
+    assert len(kernel.slow) == 1 and len(kernel.fast) == 2
+
+
+def test_a_prepared_launch_goes_through_triton_where_the_compiled_kernel_is_another(
+    kernel: _Kernel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, odd, host = _on_gpu(torch.float32), _on_gpu(torch.float32, 1), torch.zeros(64)
+    prepared = Prepared(kernel, (1,), (5, 0.5), WIDE=64, UNUSED=1)
+    prepared.run(odd, x)  # compiled for another address: not kept
+    prepared.run(x, x)
+    prepared.run(x, x)
+    assert len(kernel.slow) == 2 and len(kernel.fast) == 1
+    prepared.run(x, odd)
+    prepared.run(x, host)
+    assert len(kernel.slow) == 4 and len(kernel.fast) == 1
+    with monkeypatch.context() as patch:
+        patch.setattr(knobs.runtime, "launch_enter_hook", lambda metadata: None)
+        prepared.run(x, x)  # a profiler sees it
+    assert len(kernel.slow) == 5
+    prepared.run(x, x)
+    assert len(kernel.slow) == 5 and len(kernel.fast) == 2
+    Prepared(kernel, (0,), (5, 0.5), WIDE=64, UNUSED=1).run(x, x)
+    assert len(kernel.slow) == 5 and len(kernel.fast) == 2
 
 
 def test_kinds_tell_apart_all_that_triton_compiles_for() -> None:
