@@ -230,6 +230,7 @@ def gradients(
 
 @triton.jit(do_not_specialize=["count"])
 def sum_parts(parts, found, count, hidden, HIGH: tl.constexpr, WIDE: tl.constexpr):
+    """Sum the parts of each vector ``vectors count hidden -> vectors hidden``, rounded once."""
     column = tl.program_id(0) * WIDE + tl.arange(0, WIDE)
     in_columns = column < hidden
     vector = tl.program_id(1)
