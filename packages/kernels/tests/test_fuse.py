@@ -407,6 +407,40 @@ def test_a_rule_finds_its_modules_and_changes_no_result(case: str) -> None:
     assert not any("forward" in module.__dict__ for module in model.modules())
 
 
+class ImageNorm(nn.LayerNorm):
+    """LayerNorm over the channels of tokens, or of images: ConvNeXt's."""
+
+    def __init__(self, data_format: str) -> None:
+        super().__init__(WIDTH)
+        self.data_format = data_format
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.movedim(1, -1)).movedim(-1, 1) if self.data_format == "first" else super().forward(x)
+
+
+class OneGELU(nn.Module):
+    """GELU by one of two formulas."""
+
+    def __init__(self, quick: bool) -> None:
+        super().__init__()
+        self.quick = quick
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.sigmoid(1.702 * x) if self.quick else NewGELU.forward(self, x)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("one", "other"), [(ImageNorm("last"), ImageNorm("first")), (OneGELU(False), OneGELU(True))])
+def test_modules_of_one_class_with_other_settings_are_tried_apart(one: nn.Module, other: nn.Module) -> None:
+    x = torch.randn(2, WIDTH, 3, WIDTH)
+    want = [one(x), other(x)]
+    found = fuse(nn.Sequential(one, other), **ALWAYS)
+    assert [len(names) for names in found.modules.values()] == [1]
+    assert all(
+        torch.allclose(got, expected, rtol=1e-5, atol=1e-6)
+        for got, expected in zip((one(x), other(x)), want, strict=True)
+    )
+
+
 @pytest.mark.parametrize("rule", ["norm", "gated", "activation", "rotary"])
 def test_the_kernel_is_what_runs(rule: str) -> None:
     """A result that is the same to rounding does not show which code made it: its autograd node does."""

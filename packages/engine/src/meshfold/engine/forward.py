@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from meshfold.engine.batches import batch as batches
 from meshfold.engine.batches.branches import BranchMask
-from meshfold.engine.batches.loss import LossCalls, fields_of, leave_out_targets
+from meshfold.engine.batches.loss import LossCalls, fields_of, leave_out_targets, uncompiled
 from meshfold.engine.batches.observed_mean import check_rows_apart, observed_mean
 from meshfold.engine.batches.packed import OwnDocuments
 from meshfold.engine.batches.sharding import Shares
@@ -183,6 +183,13 @@ class Forward:
         """Return the loss; if only the loss reads the logits, they are never materialised in full."""
         with nullcontext() if self._logits is None else self._logits.waiting():
             return self._loss_looked_at(work, shares)
+
+    def observed_step(self) -> AbstractContextManager[object]:
+        """Return the context manager around forward and backward of a micro-step.
+
+        The first forward runs eagerly, so its backward must recompute eagerly what a model checkpoints.
+        """
+        return uncompiled() if self._looks else nullcontext()
 
     def _loss_looked_at(self, work: batches.Batch, shares: Counted) -> Tensor:
         """Return the loss, and observe its cross-entropy calls in the first forward."""

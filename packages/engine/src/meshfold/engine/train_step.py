@@ -125,7 +125,7 @@ class TrainStep:
             shares: its part of the global batch.
             backward: called with this micro-step's part of the step's loss.
         """
-        with self.random(shares):
+        with self.forward.observed_step(), self.random(shares):
             loss = self.forward.loss(work, shares)
             share = shares.weight()
             backward(loss * self._in_step(share))

@@ -12,6 +12,7 @@ from typing import Any
 
 from meshfold.sequence.attention import attention, traffic
 from meshfold.sequence.dropout import WeightDropout
+from meshfold.sequence.hugging_face import positions_from_ids
 from meshfold.sequence.image_tokens import ImageTokens, check_image_tokens, find_image_model
 from meshfold.sequence.joint_attention import joint_attention
 from meshfold.sequence.kernels import count_attention_flops
@@ -39,6 +40,7 @@ __all__ = [
     "loss_share",
     "next_tokens",
     "positions",
+    "positions_from_ids",
     "sequence_mode",
     "sequence_parallel",
     "sequence_sharding",

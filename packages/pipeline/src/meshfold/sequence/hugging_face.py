@@ -5,6 +5,7 @@ Their own masks are never made: at 128K tokens they would take gigabytes. Import
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -30,6 +31,23 @@ def parts(model: nn.Module) -> list[nn.Module]:
     if isinstance(model, PreTrainedModel):
         return [model]
     return [found for child in model.children() for found in parts(child)]
+
+
+_FROM_IDS = "create_position_ids_from_input_ids"
+
+
+def positions_from_ids(model: nn.Module) -> Callable[[Tensor], Tensor] | None:
+    """Return the function by which a model numbers the tokens of whole sequences itself: ids ``b s`` -> positions ``b s``.
+
+    None for a model that counts tokens from 0. RoBERTa and its relatives count from ``padding_idx + 1``, and leave padding out.
+    """
+    for module in model.modules():
+        kind = type(module)
+        makes = getattr(kind, _FROM_IDS, None) or vars(sys.modules.get(kind.__module__, object)).get(_FROM_IDS)
+        padding, takes = getattr(module, "padding_idx", None), inspect.signature(module.forward).parameters
+        if makes is not None and isinstance(padding, int) and "position_ids" in takes:
+            return lambda ids: makes(ids, padding)
+    return None
 
 
 class Registered:

@@ -36,6 +36,7 @@ class SequenceParallel:
         self._attended = False  # in this forward; not a count, which would be a guard of compiled blocks
         self._signature = inspect.signature(model.forward)
         self._takes_positions = "position_ids" in self._signature.parameters
+        self._numbers_itself = hugging_face.positions_from_ids(model) is not None
         self._shifts_labels = getattr(model, "loss_type", "") == "ForCausalLM" or any(
             getattr(module, "causal_lm_loss", False) and getattr(module, "shifts", True) for module in model.modules()
         )
@@ -100,6 +101,11 @@ class SequenceParallel:
         self._tracked.mark_arguments(given.values(), self._local)
         if not self._takes_positions or given.get("position_ids") is not None:
             return None
+        if self._numbers_itself:
+            raise LayoutError(
+                f"{type(model).__name__} numbers its tokens by its padding_idx, and has a part of a sequence here: give "
+                "position_ids of the whole sequence, cut by shard_sequence"
+            )
         return args, {**kwargs, "position_ids": self._positions(tokens.device)}
 
     def _end(self, model: nn.Module, args: Any, output: Any) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, Self
 
 import torch
@@ -17,6 +17,7 @@ from meshfold.engine.batches.shown import shown
 from meshfold.mesh import SpecError
 from meshfold.mesh.model_io import IGNORE_INDEX, LABEL_NAMES, is_encoder_decoder
 from meshfold.mesh.spec import argument_checks as settings
+from meshfold.mesh.tracking import untracked
 
 
 class FallbackLoss:
@@ -126,6 +127,11 @@ def _is_criterion(loss_fn: object) -> bool:
     return (type(loss_fn) if isinstance(loss_fn, nn.Module) else loss_fn).__module__ in modules
 
 
+def uncompiled() -> AbstractContextManager[object]:
+    """Return the context manager in which compiled code runs eagerly."""
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
+
+
 class LossCalls(TorchFunctionMode):
     """Observer of cross-entropy calls: they show which targets a loss averages over.
 
@@ -151,8 +157,7 @@ class LossCalls(TorchFunctionMode):
         self._eager = ExitStack()
 
     def __enter__(self) -> Self:
-        if "torch._dynamo" in sys.modules:  # a graph compiled under this mode would not be reused without it
-            self._eager.enter_context(torch.compiler.set_stance("force_eager"))
+        self._eager.enter_context(uncompiled())  # a graph compiled under this mode would not be reused without it
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -203,10 +208,15 @@ class LossCalls(TorchFunctionMode):
         """
         if reduction != "mean" or target.is_floating_point():
             return
-        self.counts.append((target != ignore_index).sum())
-        rows = target.shape[0] if target.dim() == 1 else 0
-        if rows and input.shape == (rows, rows) and bool((target == torch.arange(rows, device=target.device)).all()):
-            self.contrasts = target
+        with untracked():  # not the model's code
+            self.counts.append((target != ignore_index).sum())
+            rows = target.shape[0] if target.dim() == 1 else 0
+            if (
+                rows
+                and input.shape == (rows, rows)
+                and bool((target == torch.arange(rows, device=target.device)).all())
+            ):
+                self.contrasts = target
         if weight is not None:
             raise SpecError(
                 f"cross_entropy(weight=...) averages by the weights of the targets' classes, but the means of {self._parts} "

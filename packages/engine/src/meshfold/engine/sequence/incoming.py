@@ -14,7 +14,7 @@ from meshfold.engine.batches.packed import Documents, packed_documents
 from meshfold.mesh import Mesh, SpecError
 from meshfold.mesh.model_io import IGNORE_INDEX, branch_starts, ignore_document_starts
 from meshfold.mesh.random import TokenShards, set_token_shards
-from meshfold.sequence import SequenceSharding, next_tokens, sequence_mode, sequence_sharding
+from meshfold.sequence import SequenceSharding, next_tokens, positions_from_ids, sequence_mode, sequence_sharding
 
 _TARGETS = ("targets", "target")
 _CACHES = ("past_key_values", "past_key_value", "layer_past", "use_cache", "cache_position")
@@ -57,6 +57,7 @@ class Incoming:
         self._names = [name for name, p in parameters.items() if p.kind in positional]
         self._caches = "use_cache" in parameters
         self._theirs = hasattr(type(model), "loss_function")  # a Hugging Face model
+        self._number = positions_from_ids(model) if "position_ids" in parameters else None
         self._own = any(hasattr(module, "makes_masks") for module in model.modules())
 
     def take(
@@ -84,6 +85,8 @@ class Incoming:
         documents = self._documents(given, rows, length)
         self._drop_mask(given, length)
         share = self._labels.shard(given, sharding, rank, rows)
+        if self._number is not None and given.get("position_ids") is None and not tokens.is_floating_point():
+            given["position_ids"] = self._number(tokens)
         for name, value in given.items():
             along = isinstance(value, Tensor) and value.dim() > 1 and value.shape[1] == length
             if along and value.shape[0] in (1, rows) and name not in ("labels", "shift_labels"):

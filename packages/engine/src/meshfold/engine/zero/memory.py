@@ -129,7 +129,8 @@ def largest_output(model: nn.Module, tokens: int) -> dict[str, Any]:
     """
     words = {m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)}
     layers = [
-        (module.out_features, uncompiled_name(name), module.weight.dtype)
+        # Reading module.weight would compute it where it is parametrized: spectral_norm's changes its buffers each time.
+        (module.out_features, uncompiled_name(name), next(module.parameters()).dtype)
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear) and not leaves_out_logits(module)
     ]

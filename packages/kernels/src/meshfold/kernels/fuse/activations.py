@@ -26,6 +26,7 @@ from meshfold.kernels.fuse.replaced import (
     names_of,
     own_forward,
     runs_fused,
+    settings_of,
     with_names,
 )
 
@@ -53,7 +54,7 @@ def fuse_gated(model: nn.Module, *, always: bool) -> list[ReplacedForward]:
         if len(kinds) == 1:
             ((leaf, (own, product)),) = kinds.items()
             child = module.get_submodule(leaf)
-            key = (type(module), own)
+            key = (settings_of(module), own)
             if key not in tried:
                 tried[key] = _only_multiplies(module, type(module).forward, leaf)
             if tried[key] and id(child) not in found:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshfold.kernels.fuse.activations import Activation, activation_of
-from meshfold.kernels.fuse.replaced import ReplacedForward, candidates, runs_fused
+from meshfold.kernels.fuse.replaced import ReplacedForward, candidates, runs_fused, settings_of
 
 _NAMES = ("elu", "swish", "activation")
 """Parts of the class names of modules that are tried out."""
@@ -22,15 +22,15 @@ _NAMES = ("elu", "swish", "activation")
 
 def fuse_composed(model: nn.Module, *, always: bool) -> list[ReplacedForward]:
     """Let every composed activation of a model run as one kernel; see :func:`meshfold.kernels.fuse.fuse`."""
-    tried: dict[type, Activation | None] = {}
+    tried: dict[Any, Activation | None] = {}
     found = []
     for name, module in candidates(model):
         kind = type(module)
         if kind.__module__.startswith(("torch.", "meshfold.")) or not any(n in kind.__name__.lower() for n in _NAMES):
             continue
-        if kind not in tried:
-            tried[kind] = _composed(module)
-        own = tried[kind]
+        if (settings := settings_of(module)) not in tried:
+            tried[settings] = _composed(module)
+        own = tried[settings]
         if own is not None and "forward" not in module.__dict__:
             found.append(ReplacedForward(name, module, partial(_forward, module, own, always)))
     return found

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from meshfold.kernels.fp8_inputs import FP8_SOURCE, Fp8Source
-from meshfold.kernels.fuse.replaced import ReplacedForward, candidates, own_forward, runs_fused
+from meshfold.kernels.fuse.replaced import ReplacedForward, candidates, own_forward, runs_fused, settings_of
 from meshfold.kernels.inputs import is_autocast
 from meshfold.kernels.norms import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 
@@ -109,7 +109,7 @@ def find_norms(model: nn.Module) -> list[tuple[str, nn.Module, Norm]]:
         epsilons = _epsilons(module) if shapes else ()
         if not epsilons:
             continue
-        kind = (type(module), tuple(shapes.items()), epsilons)
+        kind = (settings_of(module), tuple(shapes.items()), epsilons)
         if kind not in tried:
             tried[kind] = _trial(module, list(shapes), epsilons)
         if (norm := tried[kind]) is not None:

@@ -102,6 +102,17 @@ def candidates(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         stack += [(f"{name}.{leaf}" if name else leaf, child) for leaf, child in reversed(children)]
 
 
+def settings_of(module: nn.Module) -> tuple[object, ...]:
+    """Return a module's class and its own words, flags and fractions: modules with the same ones are tried once.
+
+    Modules of one class may compute different things, such as a norm over the first or the last dim. Integers are left out:
+    they are mostly the number of a layer.
+    """
+    kinds = (bool, str, float, type(None))
+    said = ((name, value) for name, value in vars(module).items() if type(value) in kinds and name != "training")
+    return (type(module), *sorted(said, key=lambda pair: pair[0]))
+
+
 def is_watched() -> bool:
     """Return True while a mode that needs the model's own operations is on, such as one that checks their layouts.
 

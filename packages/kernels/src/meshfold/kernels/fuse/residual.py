@@ -23,7 +23,7 @@ from torch.func import functional_call
 
 from meshfold.kernels.fp8_inputs import FP8_SOURCE
 from meshfold.kernels.fuse.norms import Norm, runs_norm
-from meshfold.kernels.fuse.replaced import ReplacedForward, candidates, is_compiled, runs_fused
+from meshfold.kernels.fuse.replaced import ReplacedForward, candidates, is_compiled, runs_fused, settings_of
 from meshfold.kernels.fuse.sums import Branch, Sum, results, tensors
 
 Call = Callable[..., Any]
@@ -140,7 +140,7 @@ def fuse_residuals(
         forward = _function(module)
         if not mine or forward is None or type(module).__module__.startswith("torch."):
             continue
-        kind = (type(module), forward.__code__, tuple(module._modules), tuple(mine.items()))
+        kind = (settings_of(module), forward.__code__, tuple(module._modules), tuple(mine.items()))
         if kind not in tried:
             tried[kind] = _trial(module, forward, mine)
         chosen = tried[kind]

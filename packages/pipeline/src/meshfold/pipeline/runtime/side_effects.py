@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import checkpoint
 
 from meshfold.mesh import dropout_stream
 
@@ -62,3 +63,27 @@ def unscaled_tables(model: nn.Module) -> Iterator[None]:
     finally:
         for table, limit in zip(tables, limits, strict=True):
             table.max_norm = limit
+
+
+class _KeptGraph:
+    """Stands for torch's function of reentrant checkpoints."""
+
+    @staticmethod
+    def apply(function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
+        """Checkpoint a function without a backward of its own."""
+        return checkpoint.checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state)
+
+
+@contextmanager
+def without_reentrant_checkpoints() -> Iterator[None]:
+    """Context manager: ``checkpoint(..., use_reentrant=True)`` works like ``use_reentrant=False``, which computes the same.
+
+    A reentrant checkpoint runs its block without a graph, and decides before the call whether its output gets one. A received
+    tensor that enters at the block would get no gradient.
+    """
+    theirs = checkpoint.CheckpointFunction
+    checkpoint.CheckpointFunction = _KeptGraph  # type: ignore[misc, assignment]
+    try:
+        yield
+    finally:
+        checkpoint.CheckpointFunction = theirs  # type: ignore[misc]

@@ -1,0 +1,106 @@
+"""Models of other makers, with habits that the engine's own do not have: losses and every tensor are those of one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from meshfold.engine import Engine
+from meshfold.mesh.testing import ranks
+
+IDS = torch.randint(1, 13, (5, 6), generator=torch.Generator().manual_seed(1))
+RATE = 0.5
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class Checkpointing(nn.Module):
+    """Checkpoints its blocks itself."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.reentrant = reentrant
+        self.embed, self.head = nn.Embedding(13, 8), nn.Linear(8, 13)
+        self.blocks = nn.ModuleList([Block() for _ in range(4)])
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=self.reentrant)
+        return self.head(x)
+
+
+def spectral() -> nn.Module:
+    return nn.Sequential(
+        nn.Embedding(13, 8), nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8)), nn.Linear(8, 13)
+    )
+
+
+def roberta() -> nn.Module:
+    from transformers import RobertaConfig, RobertaModel
+
+    class Words(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            sizes = dict(vocab_size=13, hidden_size=8, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+            config = RobertaConfig(**sizes, max_position_embeddings=12, pad_token_id=1)
+            config.hidden_dropout_prob = config.attention_probs_dropout_prob = 0.0
+            self.body, self.head = RobertaModel(config, add_pooling_layer=False), nn.Linear(8, 13)
+
+        def forward(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
+            return self.head(self.body(input_ids, position_ids=position_ids).last_hidden_state)
+
+    return Words()
+
+
+def loss_fn(logits: Tensor, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), batch[1].flatten())
+
+
+COMPILED = dict(compile=dict(backend="aot_eager"))
+CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], dict[str, Any]]] = {
+    "reentrant checkpoints in stages": (lambda: Checkpointing(True), dict(pipeline=dict(size=2, microbatches=2)), {}),
+    "checkpoints of compiled blocks": (lambda: Checkpointing(False), dict(data=2), COMPILED),
+    "spectral norm, placed by a plan": (spectral, dict(zero=dict(stage=3, gpu_memory_limit="64MiB")), {}),
+    "positions that depend on the ids": (roberta, dict(sequence=dict(mode="ring", size=2)), {}),
+}
+
+
+@ranks(2)
+@pytest.mark.parametrize("case", CASES)
+def test_it_trains_as_in_one_process(case: str) -> None:
+    make, spec, settings = CASES[case]
+    torch.manual_seed(0)
+    serial = make().double()
+    ids = IDS.clone()
+    ids[0, 4:] = 1  # padding, for a model that knows it
+    batch = (ids, IDS)
+    with Engine(
+        make, spec, precision="fp64", optimizer=dict(name="sgd", lr=RATE), loss_fn=loss_fn, **settings
+    ) as engine:
+        serial.load_state_dict(engine.full_state_dict())
+        for _ in range(2):
+            wanted = loss_fn(serial(ids), batch)
+            serial.zero_grad()
+            wanted.backward()
+            assert engine.train_step(engine.shard_batch(batch)) == pytest.approx(float(wanted), rel=1e-12)
+            with torch.no_grad():
+                for parameter in serial.parameters():
+                    if parameter.grad is not None:
+                        parameter -= RATE * parameter.grad
+        found = engine.full_state_dict()
+    for name, value in serial.state_dict().items():
+        torch.testing.assert_close(found[name], value, rtol=0, atol=1e-12)
