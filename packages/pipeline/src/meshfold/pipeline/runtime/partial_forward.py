@@ -33,11 +33,7 @@ from meshfold.mesh.tracking import part_of_model, set_tracked_layout, tracker, u
 from meshfold.pipeline.errors import ChainError
 from meshfold.pipeline.runtime.block_outputs import OutputForm, OutputForms
 from meshfold.pipeline.runtime.placeholders import AbsentBlock, TensorPlaceholder, sign
-from meshfold.pipeline.runtime.side_effects import (
-    unscaled_tables,
-    without_randomness,
-    without_reentrant_checkpoints,
-)
+from meshfold.pipeline.runtime.side_effects import unscaled_tables, without_randomness, without_reentrant_checkpoints
 from meshfold.pipeline.runtime.stage_border import Crossing, Layouts, check_handed_on, inject, layouts_of
 
 Call = Callable[..., Any]
