@@ -168,9 +168,14 @@ def _run(calls: Sequence[RowCall], x: Tensor, tile: Tile) -> Tensor:
 def _graph_ms(run: Callable[[], object]) -> float:
     """Return the milliseconds that a GPU takes for what a function launches, without the host: the least of a few replays."""
     run()  # compiles
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # other threads watch ranks
-        run()
+    graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(side):  # torch.cuda.graph collects garbage first, which takes longer than all else
+        graph.capture_begin(capture_error_mode="thread_local")  # other threads watch ranks
+        try:
+            run()
+        finally:
+            graph.capture_end()
     least = float("inf")
     for _ in range(_REPLAYS):
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
