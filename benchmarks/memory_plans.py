@@ -40,7 +40,7 @@ def _plan_of(engine: Any, *, retries_before: int) -> dict[str, Any]:
         steps_alike=engine.states.gemini.steps_alike,
         measured=None if engine.residency.measured is None else asdict(engine.residency.measured),
         machine=asdict(plan.machine),
-        workload={**asdict(plan.workload), "light_moments": sorted(plan.workload.light_moments)},
+        workload={**asdict(plan.workload), "light_timesteps": sorted(plan.workload.light_timesteps)},
         chunks=[(chunk.name, chunk.parameters, chunk.state) for chunk in plan.chunks],
         kept=[layer.name for layer in plan.layers if layer.kept],
         strategy=plan.strategy,

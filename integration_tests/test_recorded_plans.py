@@ -40,7 +40,8 @@ def made_again(run: Mapping[str, Any]) -> Plan:
 
 
 def workload_of(words: Mapping[str, Any]) -> Workload:
-    """Read a workload from JSON."""
+    """Read a workload from JSON, also of a time when timesteps had another name."""
+    words = {key.replace("_moments", "_timesteps"): value for key, value in words.items()}
     tuples = {key: tuple(value) for key, value in words.items() if isinstance(value, list)}
     chunks = tuple(
         ChunkCost(
@@ -60,7 +61,7 @@ def workload_of(words: Mapping[str, Any]) -> Workload:
             "regime": Regime(**words["regime"]),
             "chunks": chunks,
             "layers": tuple(Layer(**layer) for layer in words["layers"]),
-            "light_moments": frozenset(words["light_moments"]),
+            "light_timesteps": frozenset(words["light_timesteps"]),
         }
     )
 

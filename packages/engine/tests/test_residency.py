@@ -471,8 +471,8 @@ def waits_are_watched() -> None:
         states = engine.states
         assert isinstance(states, ZeroStates)
         first, second = states.residency._watcher.traces
-        assert sum(moment.stalled_seconds for moment in second.moments if moment.backward) >= took
-        assert all(moment.stalled_seconds == 0.0 for moment in second.moments if not moment.backward)
+        assert sum(one.stalled_seconds for one in second.timesteps if one.backward) >= took
+        assert all(one.stalled_seconds == 0.0 for one in second.timesteps if not one.backward)
         assert first.order == second.order and not states.gemini.memory.waiting.is_watched
         engine.close()
 

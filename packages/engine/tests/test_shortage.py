@@ -73,7 +73,7 @@ def train(engine: Engine, ids: Tensor) -> None:
 
 
 @ranks(1)
-def test_a_plan_that_does_not_fit_names_the_moment() -> None:
+def test_a_plan_that_does_not_fit_names_the_timestep() -> None:
     engine = Engine(
         Model(runs_out=False),
         dict(zero=dict(stage=3, gpu_memory_limit="12MiB")),

@@ -121,7 +121,7 @@ def test_the_copy_that_gloo_reduces_is_counted() -> None:
     assert memory.peak == live.take()[1] + 2 * x.nbytes
 
 
-def test_the_tensors_of_the_fullest_moment_add_up_to_it() -> None:
+def test_the_tensors_of_the_peak_beside_state_add_up_to_it() -> None:
     """Messages between ranks are among them, though each is one tensor before it is waited for and another one after."""
     count = count_memory(evoformer().eval(), run_of({"axial": 2}, "dap", 48, training=False), MemorySettings())
     assert sum(tensor.bytes for tensor in count.tensors) == pytest.approx(count.peak, rel=0.002)

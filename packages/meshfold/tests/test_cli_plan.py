@@ -96,7 +96,7 @@ def test_flops_are_those_of_the_model_shared_out() -> None:
     assert split.memory.total - WORKSPACE_BYTES < (serial.memory.total - WORKSPACE_BYTES) / 3
 
 
-def test_activations_are_those_that_are_alive_at_the_fullest_moment() -> None:
+def test_activations_are_those_that_are_alive_at_the_peak_beside_state() -> None:
     class Once(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -25,7 +25,7 @@ from meshfold.pipeline.runtime import Stage
 from meshfold.pipeline.runtime.executor import Peaks
 from meshfold.planner import MACHINES, Estimate, estimate
 from meshfold.planner.pipeline_estimate import PipelineEstimate
-from meshfold.planner.stage_costs import fullest_moment
+from meshfold.planner.stage_costs import peak_beside_state
 
 sys.path.append(str(Path(__file__).parent))  # for the helpers beside this file, on every rank
 sys.path.append(str(Path(__file__).parents[2] / "engine" / "tests"))
@@ -185,7 +185,7 @@ def kept(parallel: dict[str, Any]) -> tuple[int, int]:
 def kept_at_most(plan: PipelineEstimate, rank: int) -> int:
     """Return the most bytes that a rank keeps between two of its actions."""
     stages = [replace(stage, peaks=(0, 0, 0)) for stage in plan.stages]
-    return fullest_moment(plan.simulation.schedule.ranks[rank], stages, 0)[1]
+    return peak_beside_state(plan.simulation.schedule.ranks[rank], stages, 0)[1]
 
 
 @pytest.mark.few(2)

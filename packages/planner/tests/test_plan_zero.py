@@ -74,7 +74,7 @@ def test_chunks_are_those_of_training(regime: str) -> None:
     engine.close()
 
 
-def test_moments_are_those_of_training() -> None:
+def test_timesteps_are_those_of_training() -> None:
     plan = planned(dict(stage=3, placement="cuda")).plan
     assert plan is not None
     engine = Engine(SMALL, {"zero": dict(stage=3, placement="cpu")}, optimizer="adamw", precision="bf16")
@@ -82,7 +82,7 @@ def test_moments_are_those_of_training() -> None:
     for _ in range(2):
         engine.train_step(batch)
     runtime = engine.states.gemini._runtime  # type: ignore[attr-defined]
-    assert plan.workload.moments == len(runtime.order)
+    assert plan.workload.timesteps == len(runtime.order)
     engine.close()
 
 
@@ -110,7 +110,7 @@ def test_a_plan_counts_these_gradients_and_sums_them_once() -> None:
     one, two = (each.plan for each in found)
     assert one is not None and two is not None
     whole = 4 * sum(chunk.gathered_elems for chunk in one.workload.chunks)
-    assert all(moment.kinds["gradients"] == whole for moment in timeline(one))
+    assert all(timestep.kinds["gradients"] == whole for timestep in timeline(one))
     assert timeline(two)[0].kinds["gradients"] == whole // 2
     calls = [sum(sent.calls for sent in each.traffic if sent.kind == "reduce_scatter") for each in found]
     assert 2 * calls[0] == calls[1]

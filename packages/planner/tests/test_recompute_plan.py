@@ -112,10 +112,10 @@ def test_what_is_kept_depends_on_the_limit_and_what_is_alive_is_what_was_planned
                 value + sum(layer_bytes(plan.workload)[j, int(x.kept), t] for j, x in enumerate(plan.layers))
                 for t, value in enumerate(plan.workload.non_model_bytes)
             ]
-            alive = [moment.non_model_bytes for moment in traced(engine).moments]
+            alive = [timestep.non_model_bytes for timestep in traced(engine).timesteps]
             assert len(alive) == len(planned)
             assert max(alive) == pytest.approx(max(planned), rel=0.05)
-            turn = plan.workload.forward_moments
+            turn = plan.workload.forward_timesteps
             assert all(a <= 1.05 * b for a, b in zip(alive[turn:-2], planned[turn:-2], strict=True))
             assert plan.peak_gpu_bytes <= (limit or 2**60)
     # Where two blocks would fit, measured seconds may still say that one of them is better computed again.

@@ -80,7 +80,7 @@ def stack(
         chunks=chunks,
         layers=kept,
         non_model_bytes=tuple(held),
-        forward_moments=layers,
+        forward_timesteps=layers,
         tokens=tokens,
         regime=REGIMES[regime],
         clipping=clipping,

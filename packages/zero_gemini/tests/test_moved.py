@@ -12,10 +12,10 @@ import torch
 
 from meshfold import zero_gemini
 from meshfold.mesh import with_old_names
-from meshfold.zero_gemini import ChunkPlacement, Memory
+from meshfold.zero_gemini import ChunkPlacement, Memory, planner, profiler
 from meshfold.zero_gemini.moved import MOVED, install
 from meshfold.zero_gemini.optimizer import dispatch, optimizer_kind
-from meshfold.zero_gemini.planner import H200
+from meshfold.zero_gemini.planner import H200, REGIMES, ChunkCost, Workload
 
 
 @pytest.mark.parametrize("old", sorted(MOVED))
@@ -65,3 +65,29 @@ def test_renamed_classes_attributes_and_arguments_keep_their_old_names() -> None
     assert (machine.gpu_streaming, machine.host_memory_while_streaming, machine.streaming_bytes) == (2e9, 3e9, 4)
     with pytest.warns(DeprecationWarning, match=r"Machine\.passage is now Machine\.gpu_streaming"):
         assert machine.passage == 2e9
+
+
+def test_plans_called_timesteps_moments_once() -> None:
+    old: Any = {"forward_moments": 1}
+    used: Any = dict(forward=(0, 0), backward=(1, 1), forward_seconds=1.0, backward_seconds=1.0)
+    chunk = ChunkCost(
+        name="w", elems=1, gathered_elems=1, forward=(0, 0), backward=(1, 1), forward_seconds=1.0, backward_seconds=1.0
+    )
+    with pytest.warns(
+        DeprecationWarning, match=r"Workload\(forward_moments=...\) is now Workload\(forward_timesteps=...\)"
+    ):
+        workload: Any = Workload(
+            name="one", chunks=(chunk,), non_model_bytes=(1, 2), tokens=1, regime=REGIMES["A"], clipping=True, **old
+        )
+    with pytest.warns(DeprecationWarning, match=r"Workload\.moments is now Workload\.timesteps"):
+        assert (workload.moments, workload.forward_timesteps) == (2, 1)
+    for module, before, now in (
+        (planner, "Moment", planner.Timestep),
+        (profiler, "TracedMoment", profiler.TracedTimestep),
+    ):
+        with pytest.warns(DeprecationWarning, match=f"{before} is now"):
+            assert getattr(module, before) is now
+    with pytest.warns(DeprecationWarning, match=r"Trace\(moments=...\) is now Trace\(timesteps=...\)"):
+        trace: Any = profiler.Trace(moments=())
+    with pytest.warns(DeprecationWarning, match=r"Trace\.forward_moments is now"):
+        assert trace.forward_moments == 0

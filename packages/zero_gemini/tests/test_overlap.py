@@ -164,8 +164,8 @@ def held_for_clipping(patch: pytest.MonkeyPatch) -> None:
     assert seen.within("backward", "end", PARAMETERS, MOMENTS, WHOLE) == DOWN
     assert seen.within("backward", "end", MOMENTS) == DOWN
     # 6 first halves before units are entered, 6 second ones inside of the backward: no time of compute
-    assert sum(moment.waited_seconds for moment in seen.trace.moments) == LAYERS
-    assert sum(moment.stalled_seconds for moment in seen.trace.moments) == LAYERS
+    assert sum(one.waited_seconds for one in seen.trace.timesteps) == LAYERS
+    assert sum(one.stalled_seconds for one in seen.trace.timesteps) == LAYERS
     assert seen.trace.seconds == 0.0
 
 
@@ -175,9 +175,9 @@ def through_the_ring(patch: pytest.MonkeyPatch) -> None:
     # what is in the ring at the end of the step before is all that a forward may hide
     assert seen.within("forward", "backward", WHOLE) == DOWN[-BUFFERS:]
     assert seen.within("backward", "end", WHOLE) == DOWN[:-BUFFERS]
-    assert seen.trace.moments[0].waited_seconds == BUFFERS
+    assert seen.trace.timesteps[0].waited_seconds == BUFFERS
     stalled = seen.within("backward", "over", WHOLE)
-    assert sum(moment.stalled_seconds for moment in seen.trace.moments) == len(stalled) > 0
+    assert sum(one.stalled_seconds for one in seen.trace.timesteps) == len(stalled) > 0
     assert seen.trace.seconds == 0.0
 
 
@@ -185,7 +185,7 @@ def held_for_micro_steps(patch: pytest.MonkeyPatch) -> None:
     seen = record(patch, "final", 2)
     assert planned_bytes(seen.workload) == {"step": 26.0, "later forwards": 0.0, "later backwards": 0.0}
     assert seen.within("forward", "backward", WHOLE) == DOWN  # nothing makes the backward wait
-    assert seen.trace.moments[0].waited_seconds == LAYERS and seen.trace.seconds == 0.0
+    assert seen.trace.timesteps[0].waited_seconds == LAYERS and seen.trace.seconds == 0.0
 
 
 def copies_take_turns(patch: pytest.MonkeyPatch) -> None:

@@ -222,16 +222,16 @@ def test_bytes_an_element(regime: str, held: float) -> None:
     ring = 2 * 2 * E  # without clipping gradients pass through a ring of two chunks
     assert cpu(work(regime=regime), MACHINE).peak_host_bytes == held * n + ring
     on_gpu = cuda(work(regime=regime, clipping=True), MACHINE)
-    assert on_gpu.peak_gpu_bytes == (held + 2) * n  # at the last moment every gradient is held
+    assert on_gpu.peak_gpu_bytes == (held + 2) * n  # at the last timestep every gradient is held
     assert on_gpu.gpu_bytes[0] == held * n
     assert on_gpu.peak_host_bytes == 0
 
 
 def test_streamed_parameters_are_on_the_gpu_in_their_windows() -> None:
     made = cpu(work(), MACHINE)
-    # moment 0: chunk 0 used, chunk 1 prefetched
+    # timestep 0: chunk 0 used, chunk 1 prefetched
     assert made.gpu_bytes[0] == 2 * 2 * E
-    # last moment: chunk 0 used, its gradient, and chunk 1's on its way down
+    # last timestep: chunk 0 used, its gradient, and chunk 1's on its way down
     assert made.gpu_bytes[-1] == 2 * E + 2 * E + 2 * E
 
 
@@ -292,7 +292,7 @@ def test_what_cannot_be_is_refused() -> None:
     with pytest.raises(SpecError, match="order of first use"):
         replace(work(), chunks=work().chunks[::-1])
     with pytest.raises(SpecError, match="wrong half"):
-        replace(work(), forward_moments=3)
+        replace(work(), forward_timesteps=3)
     with pytest.raises(SpecError, match="does not lie in"):
         replace(work(), layers=(Layer(name="x", kept_bytes=1, recompute_seconds=1.0, first=0, last=99),))
     with pytest.raises(SpecError, match="clip_probability"):

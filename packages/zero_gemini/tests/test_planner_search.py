@@ -39,9 +39,9 @@ SOME = settings(max_examples=settings().max_examples // 4, deadline=None)
 
 
 def random_workload(r: Random, chunks: int, layers: int) -> Workload:
-    """Chunks of equal or of any sizes, used once or over several moments, on one or two data ranks."""
+    """Chunks of equal or of any sizes, used once or over several timesteps, on one or two data ranks."""
     ranks, half = r.choice((1, 1, 2)), chunks + r.randint(0, 2)
-    moments, speed = 2 * half, r.choice((0.02, 0.2, 1.0, 5.0))
+    timesteps, speed = 2 * half, r.choice((0.02, 0.2, 1.0, 5.0))
     equal = r.random() < 0.3
     made = []
     for i in range(chunks):
@@ -54,7 +54,7 @@ def random_workload(r: Random, chunks: int, layers: int) -> Workload:
                 elems=elems,
                 gathered_elems=elems * ranks,
                 forward=(i, last),
-                backward=(moments - 1 - last, moments - 1 - i),
+                backward=(timesteps - 1 - last, timesteps - 1 - i),
                 forward_seconds=seconds,
                 backward_seconds=2 * seconds,
                 trainable=r.random() > 0.1,
@@ -70,22 +70,22 @@ def random_workload(r: Random, chunks: int, layers: int) -> Workload:
                 kept_bytes=r.randint(0, 4_000_000),
                 recompute_seconds=saved,
                 first=first,
-                last=max(first, moments - 2 - first),
+                last=max(first, timesteps - 2 - first),
             )
         )
     return Workload(
         name="random",
         chunks=tuple(made),
         layers=tuple(kept),
-        non_model_bytes=tuple(r.randint(0, 500_000) for _ in range(moments)),
-        forward_moments=half,
+        non_model_bytes=tuple(r.randint(0, 500_000) for _ in range(timesteps)),
+        forward_timesteps=half,
         tokens=128,
         regime=REGIMES[r.choice(list(REGIMES))],
         clipping=r.random() < 0.6,
         clip_probability=r.choice((0.0, 0.1, 1.0)),
         data_ranks=ranks,
-        prefetch_moments=r.choice((0, 1, 2)),
-        drain_moments=r.choice((0, 1)),
+        prefetch_timesteps=r.choice((0, 1, 2)),
+        drain_timesteps=r.choice((0, 1)),
         host_base_bytes=r.choice((0, 50_000)),
         disk_buffer_bytes=r.choice((0, 100_000)),
     )
@@ -111,7 +111,7 @@ def made(workload: Workload, limits: Limits, by=plan) -> Plan | None:  # type: i
 
 def check_within(p: Plan) -> None:
     gpu, host, disk = p.limits.as_tuple()
-    assert len(p.gpu_bytes) == len(p.host_bytes) == len(p.disk_bytes) == p.workload.moments
+    assert len(p.gpu_bytes) == len(p.host_bytes) == len(p.disk_bytes) == p.workload.timesteps
     assert max(p.gpu_bytes) <= gpu and max(p.host_bytes) <= host and max(p.disk_bytes) <= disk
 
 

@@ -129,14 +129,14 @@ def test_the_refusal_says_what_binds_and_what_to_change(workload: Workload) -> N
 
 
 def test_the_timeline_adds_up(planned: Plan, workload: Workload) -> None:
-    moments = timeline(planned)
-    assert tuple(moment.bytes for moment in moments) == planned.gpu_bytes
-    assert [moment.phase for moment in moments] == ["forward"] * 16 + ["backward"] * 16
-    assert all(tuple(moment.kinds) == KINDS for moment in moments)
-    starts = [moment.seconds for moment in moments]
+    timesteps = timeline(planned)
+    assert tuple(timestep.bytes for timestep in timesteps) == planned.gpu_bytes
+    assert [timestep.phase for timestep in timesteps] == ["forward"] * 16 + ["backward"] * 16
+    assert all(tuple(timestep.kinds) == KINDS for timestep in timesteps)
+    starts = [timestep.seconds for timestep in timesteps]
     assert starts[0] == 0 and starts == sorted(set(starts)) and starts[-1] < planned.seconds
-    for moment in moments:
-        assert moment.kinds["non-model"] == workload.non_model_bytes[moment.moment]
+    for timestep in timesteps:
+        assert timestep.kinds["non-model"] == workload.non_model_bytes[timestep.index]
 
 
 def test_a_plan_can_be_judged_again_for_another_machine(planned: Plan) -> None:
@@ -173,9 +173,9 @@ def test_the_trace_is_one_that_chrome_reads(planned: Plan) -> None:
     assert [sum(event["args"].values()) for event in counters] == list(planned.gpu_bytes)
     busy = [event for event in trace["traceEvents"] if event["ph"] == "X"]
     assert all(event["dur"] > 0 and event["ts"] >= 0 for event in busy)
-    moments = [event for event in busy if event["tid"] == 0]
-    assert len(moments) == planned.workload.moments
-    assert sum(event["dur"] for event in moments) == pytest.approx(planned.seconds * 1e6)
+    timesteps = [event for event in busy if event["tid"] == 0]
+    assert len(timesteps) == planned.workload.timesteps
+    assert sum(event["dur"] for event in timesteps) == pytest.approx(planned.seconds * 1e6)
 
 
 @pytest.mark.parametrize("ending", ["svg", "png"])

@@ -71,9 +71,9 @@ class Together(torch.autograd.Function):
 @given(st.lists(st.booleans(), min_size=1, max_size=12), st.integers(0, 3))
 def test_a_plan_counts_ahead_as_the_executor_does(light: list[bool], prefetch: int) -> None:
     lights = frozenset(i for i, is_light in enumerate(light) if is_light)
-    for moment in range(len(light)):
-        before = [t for t in range(moment) if moment - t <= reach(light[t + 1 :], prefetch)]
-        assert ready_from(moment, lights, prefetch) == min(before, default=moment)
+    for timestep in range(len(light)):
+        before = [t for t in range(timestep) if timestep - t <= reach(light[t + 1 :], prefetch)]
+        assert ready_from(timestep, lights, prefetch) == min(before, default=timestep)
 
 
 def test_a_norm_is_light_and_a_block_is_not() -> None:

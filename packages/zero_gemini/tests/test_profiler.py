@@ -1,4 +1,4 @@
-"""A trace has the moments of the executor, and the bytes and the work of the operators."""
+"""A trace has the timesteps of the executor, and the bytes and the work of the operators."""
 
 from __future__ import annotations
 
@@ -126,10 +126,10 @@ def test_moments_are_those_of_the_executor(name: str, device: str) -> None:
     runtime.begin_step()
     trace = tracer.trace()
     assert list(trace.order) == [unit.name for unit in runtime.order]
-    assert trace.order[: trace.forward_moments] == ("", "embed", *(f"blocks.{i}" for i in range(4)), "head")
-    assert trace.order[trace.forward_moments : trace.forward_moments + 2] == ("", "head")
+    assert trace.order[: trace.forward_timesteps] == ("", "embed", *(f"blocks.{i}" for i in range(4)), "head")
+    assert trace.order[trace.forward_timesteps : trace.forward_timesteps + 2] == ("", "head")
     assert trace.order[-1] == "embed"
-    assert all(m.seconds >= 0 and m.waited_seconds >= 0 for m in trace.moments)
+    assert all(m.seconds >= 0 and m.waited_seconds >= 0 for m in trace.timesteps)
 
 
 def test_torchs_attention_is_one_unit_with_the_layer_that_it_never_calls() -> None:
@@ -174,7 +174,7 @@ def compile_blocks(model: Model, how: str) -> None:
 
 @pytest.mark.parametrize("how", ["in place", "wrapped"])
 def test_marks_of_compiled_blocks_are_in_no_graph(how: str) -> None:
-    """Every traced step has marks of its own, and the moments of a model that is not compiled."""
+    """Every traced step has marks of its own, and the timesteps of a model that is not compiled."""
     model, clock = Model(), CountedMarks()
     wanted = list(traced(Model, "cpu").order)
     compile_blocks(model, how)
@@ -190,10 +190,10 @@ def test_marks_of_compiled_blocks_are_in_no_graph(how: str) -> None:
 
 def test_units_lie_in_one_another() -> None:
     trace = traced(Model)
-    whole = {(m.unit, m.backward): (i, m.until) for i, m in enumerate(trace.moments)}
+    whole = {(m.unit, m.backward): (i, m.until) for i, m in enumerate(trace.timesteps)}
     assert whole["", False] == (0, 6)  # the model, entered first and left last
     assert whole["blocks.2", False] == (4, 4)
-    turn, last = trace.forward_moments, len(trace.moments) - 1
+    turn, last = trace.forward_timesteps, len(trace.timesteps) - 1
     assert whole["", True] == (turn, last)  # the ids have no gradient: inside until the end
     assert whole["blocks.3", True] == (turn + 2, turn + 2)
     assert whole["embed", True] == (last, last)
@@ -202,8 +202,8 @@ def test_units_lie_in_one_another() -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_bytes_on_meta_are_those_of_a_run(name: str) -> None:
     dry, real = traced(MODELS[name]), traced(MODELS[name], "cpu")
-    assert [m.non_model_bytes for m in dry.moments] == [m.non_model_bytes for m in real.moments]
-    assert [m.left_bytes for m in dry.moments] == [m.left_bytes for m in real.moments]
+    assert [m.non_model_bytes for m in dry.timesteps] == [m.non_model_bytes for m in real.timesteps]
+    assert [m.left_bytes for m in dry.timesteps] == [m.left_bytes for m in real.timesteps]
 
 
 def test_bytes_by_hand() -> None:
@@ -212,7 +212,7 @@ def test_bytes_by_hand() -> None:
     drop_gradients(model)
     with StepTracer(model, memory=LiveBytes(base_bytes=100), clock=WallClock()) as tracer:
         model(x).sum().backward()
-    forward0, forward1, backward1, backward0 = tracer.trace().moments
+    forward0, forward1, backward1, backward0 = tracer.trace().timesteps
     rows, weight = 4 * ROWS * WIDTH, 4 * WIDTH * WIDTH
     assert forward0.non_model_bytes == forward0.left_bytes == 100 + rows
     assert forward1.non_model_bytes == 100 + 2 * rows + 4  # both outputs, the sum
@@ -226,11 +226,11 @@ def test_bytes_by_hand() -> None:
 
 def test_checkpointing_shows() -> None:
     plain, inside = traced(Model), traced(MODELS["checkpoint inside"])
-    turn = plain.forward_moments - 1
+    turn = plain.forward_timesteps - 1
     kept = 4 * ROWS * WIDTH * (2 + 2)  # up's output, gelu's output, each twice as wide: what a block need not keep
-    assert plain.moments[turn].left_bytes - inside.moments[turn].left_bytes == pytest.approx(4 * kept, rel=0.05)
-    forward = [m.seconds for m in plain.moments[1:turn]]
-    again = [b.seconds - a.seconds for a, b in zip(plain.moments, inside.moments, strict=True) if a.backward]
+    assert plain.timesteps[turn].left_bytes - inside.timesteps[turn].left_bytes == pytest.approx(4 * kept, rel=0.05)
+    forward = [m.seconds for m in plain.timesteps[1:turn]]
+    again = [b.seconds - a.seconds for a, b in zip(plain.timesteps, inside.timesteps, strict=True) if a.backward]
     assert 0.4 * forward[1] < again[2] < forward[1]  # computed once more, up to the last tensor that backward needs
 
 
@@ -269,15 +269,15 @@ def test_what_keeping_takes(device: str) -> None:
     with tracers[0] as tracer:
         model(batch(device)).backward()
     trace, plain = tracer.trace(), traced(Model, device)
-    turn = plain.forward_moments - 1
-    kept = plain.moments[turn].left_bytes - trace.moments[turn].left_bytes
+    turn = plain.forward_timesteps - 1
+    kept = plain.timesteps[turn].left_bytes - trace.timesteps[turn].left_bytes
     assert sum(layer.kept_bytes for layer in trace.layers) == kept == 4 * 4 * ROWS * 2 * WIDTH * 2
     assert [(layer.name, layer.first) for layer in trace.layers] == [(f"blocks.{i}", i + 2) for i in range(4)]
-    assert [trace.moments[layer.last + 1].unit for layer in trace.layers] == [f"blocks.{i}" for i in range(4)]
+    assert [trace.timesteps[layer.last + 1].unit for layer in trace.layers] == [f"blocks.{i}" for i in range(4)]
     for layer in trace.layers:
-        more = trace.moments[layer.last + 1].seconds - plain.moments[layer.last + 1].seconds
+        more = trace.timesteps[layer.last + 1].seconds - plain.timesteps[layer.last + 1].seconds
         assert layer.seconds == pytest.approx(more)
-        assert 0 < layer.before_bytes < trace.moments[layer.last + 1].non_model_bytes
+        assert 0 < layer.before_bytes < trace.timesteps[layer.last + 1].non_model_bytes
 
 
 def test_seconds_are_those_of_the_operators() -> None:
@@ -333,8 +333,8 @@ def test_hooks_go_when_the_tracer_is_left() -> None:
     model = Model()
     with StepTracer(model, memory=LiveBytes(), clock=WallClock()) as tracer:
         model(batch("cpu")).backward()
-    length = len(tracer.trace().moments)
+    length = len(tracer.trace().timesteps)
     model(batch("cpu")).backward()
-    assert len(tracer.trace().moments) == length
+    assert len(tracer.trace().timesteps) == length
     hooks: list[Any] = [m._forward_hooks or m._forward_pre_hooks for m in model.modules()]
     assert not any(hooks)

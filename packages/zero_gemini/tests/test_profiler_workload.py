@@ -28,7 +28,7 @@ from meshfold.zero_gemini.planner import (
     static,
 )
 from meshfold.zero_gemini.planner.memory import gather_windows, gpu_kinds, layer_bytes
-from meshfold.zero_gemini.profiler import ChunkUse, Trace, TracedLayer, TracedMoment, chunk_uses, workload_of
+from meshfold.zero_gemini.profiler import ChunkUse, Trace, TracedLayer, TracedTimestep, chunk_uses, workload_of
 
 sys.path.append(str(Path(__file__).parent))
 from planner_cases import EMULATED
@@ -36,8 +36,8 @@ from planner_cases import EMULATED
 A = REGIMES["A"]
 
 
-def moment(i: int, unit: str, *, backward: bool, until: int | None = None, seconds: float = 1.0) -> TracedMoment:
-    return TracedMoment(
+def timestep(i: int, unit: str, *, backward: bool, until: int | None = None, seconds: float = 1.0) -> TracedTimestep:
+    return TracedTimestep(
         unit=unit,
         backward=backward,
         until=i if until is None else until,
@@ -51,7 +51,7 @@ def moment(i: int, unit: str, *, backward: bool, until: int | None = None, secon
 def trace(*units: str) -> Trace:
     """Forward in the order given, backward in the opposite one."""
     order = [*units, *reversed(units)]
-    return Trace(moments=tuple(moment(i, unit, backward=i >= len(units)) for i, unit in enumerate(order)))
+    return Trace(timesteps=tuple(timestep(i, unit, backward=i >= len(units)) for i, unit in enumerate(order)))
 
 
 def use(name: str, elems: int = 1000, ranks: int = 1, *, trainable: bool = True, **units: int) -> ChunkUse:
@@ -63,12 +63,12 @@ def work(traced: Trace, *chunks: ChunkUse, **changes: Any) -> Workload:
     return workload_of(traced, chunks, **given)
 
 
-def test_chunks_have_the_moments_of_their_units() -> None:
+def test_chunks_have_the_timesteps_of_their_units() -> None:
     found = work(trace("a", "b", "c"), use("x", a=600, b=400), use("y", b=100, c=900))
     x, y = found.chunks
     assert (x.forward, x.backward, x.visits) == ((0, 1), (4, 5), ((0, 1), (4, 5)))
     assert (y.forward, y.backward, y.visits) == ((1, 2), (3, 4), ((1, 2), (3, 4)))
-    assert found.non_model_bytes == (100, 101, 102, 103, 104, 105) and found.forward_moments == 3
+    assert found.non_model_bytes == (100, 101, 102, 103, 104, 105) and found.forward_timesteps == 3
     # unit b's second is shared out by elements
     assert x.forward_seconds == pytest.approx(1 + 0.8) and y.backward_seconds == pytest.approx(1 + 0.2)
     assert found.clipping and found.strategies == ("just_in_time_split",)
@@ -89,18 +89,18 @@ def test_a_tied_chunk_is_away_between_its_uses() -> None:
 
 
 def test_units_that_lie_in_one_another_keep_their_chunks() -> None:
-    moments = [
-        moment(0, "", backward=False, until=2),
-        moment(1, "a", backward=False),
-        moment(2, "b", backward=False),
+    timesteps = [
+        timestep(0, "", backward=False, until=2),
+        timestep(1, "a", backward=False),
+        timestep(2, "b", backward=False),
     ]
-    moments += [
-        moment(3, "", backward=True, until=5),
-        moment(4, "b", backward=True),
-        moment(5, "a", backward=True),
+    timesteps += [
+        timestep(3, "", backward=True, until=5),
+        timestep(4, "b", backward=True),
+        timestep(5, "a", backward=True),
     ]
     found = work(
-        Trace(moments=tuple(moments)),
+        Trace(timesteps=tuple(timesteps)),
         replace(use("root"), units={"": 1000}),
         use("x", a=1000),
         use("y", b=1000),
@@ -111,12 +111,12 @@ def test_units_that_lie_in_one_another_keep_their_chunks() -> None:
 
 def test_unused_frozen_and_forward_only_chunks_have_a_place() -> None:
     forward_only = [
-        moment(0, "a", backward=False),
-        moment(1, "b", backward=False),
-        moment(2, "b", backward=True),
+        timestep(0, "a", backward=False),
+        timestep(1, "b", backward=False),
+        timestep(2, "b", backward=True),
     ]
     found = work(
-        Trace(moments=tuple(forward_only)),
+        Trace(timesteps=tuple(forward_only)),
         use("first", a=1000),
         use("second", b=1000),
         use("never", gone=1000),
@@ -140,7 +140,7 @@ def test_no_second_is_lost() -> None:
 
 def test_half_a_step_is_refused() -> None:
     with pytest.raises(SpecError, match="0 of backward"):
-        work(Trace(moments=(moment(0, "a", backward=False),)), use("x", a=1))
+        work(Trace(timesteps=(timestep(0, "a", backward=False),)), use("x", a=1))
 
 
 def layer(name: str, kept: int, seconds: float, first: int, last: int, before: int = 0) -> TracedLayer:
@@ -154,7 +154,7 @@ def test_layers_are_recomputed_or_kept() -> None:
     assert [x.recompute_seconds for x in found.layers] == pytest.approx([0.4, 0.4, 0.2])
     assert [chunk.backward_seconds for chunk in found.chunks] == pytest.approx([0.6, 0.6, 0.8])
     assert [chunk.forward_seconds for chunk in found.chunks] == [1, 1, 1]
-    # 90 bytes were alive in the moment of 104 before the 60 were there again
+    # 90 bytes were alive in the timestep of 104 before the 60 were there again
     assert layer_bytes(found)[:, 1].tolist() == [
         [60, 60, 60, 60, 60, 0],
         [0, 60, 60, 60, 90 + 60 - 104, 0],

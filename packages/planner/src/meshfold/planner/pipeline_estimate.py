@@ -41,7 +41,7 @@ from meshfold.pipeline.runtime import Microbatch
 from meshfold.planner.clock import Work
 from meshfold.planner.estimates import MOMENTS, Estimate, Memory, summarize_traffic
 from meshfold.planner.machines import Machine
-from meshfold.planner.stage_costs import StageCosts, fullest_moment, stage_costs
+from meshfold.planner.stage_costs import StageCosts, peak_beside_state, stage_costs
 from meshfold.planner.step_bytes import fixed_bytes
 
 if TYPE_CHECKING:
@@ -172,7 +172,7 @@ def estimate_pipeline(
     for rank, one in enumerate(seen):
         own = [*_stage_entries(one, mesh), *one.micro_step] * accumulate + one.step
         if one.problem is None:
-            there, others = fullest_moment(simulation.schedule.ranks[rank], stages, one.memory.gradients)
+            there, others = peak_beside_state(simulation.schedule.ranks[rank], stages, one.memory.gradients)
             # A message on its way to the next rank, and one that is expected.
             others += max(sum(stage.sent) + sum(stage.received) for stage in one.stages)
             memory.append(replace(one.memory, gradients=there, activations=one.memory.activations + others))

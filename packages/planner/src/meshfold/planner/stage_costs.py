@@ -142,7 +142,7 @@ def _costs_of(
     )
 
 
-def fullest_moment(actions: Sequence[Action], stages: Sequence[StageCosts], gradients: int) -> tuple[int, int]:
+def peak_beside_state(actions: Sequence[Action], stages: Sequence[StageCosts], gradients: int) -> tuple[int, int]:
     """Return the peak bytes of a rank beside weights and optimizer state: those of gradients, and all others.
 
     Args:

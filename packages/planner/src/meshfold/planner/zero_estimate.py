@@ -228,22 +228,22 @@ def release_gradient(parameter: Tensor) -> None:
 
 
 def with_collectives(trace: Trace, log: Log, mesh: Mesh, machine: Machine) -> Trace:
-    """Return the trace with the seconds of collectives over tensor axes, divided among the moments of a half like compute."""
-    moments, layers = list(trace.moments), list(trace.layers)
+    """Return the trace with the seconds of collectives over tensor axes, divided among the timesteps of a half like compute."""
+    timesteps, layers = list(trace.timesteps), list(trace.layers)
     for phase in ("forward", "backward"):
         sent = [entry for entry in log.entries if entry.phase == phase and entry.group_size > 1]
         spent = sum(
             machine.message_seconds(entry.kind, float(entry.bytes), machine.slowest(mesh, entry.axes, entry.kind))
             for entry in sent
         )
-        half = [i for i, moment in enumerate(moments) if moment.backward == (phase == "backward")]
-        whole = sum(moments[i].seconds for i in half)
+        half = [i for i, timestep in enumerate(timesteps) if timestep.backward == (phase == "backward")]
+        whole = sum(timesteps[i].seconds for i in half)
         for i in half:
-            share = moments[i].seconds / whole if whole else 1 / len(half)
-            moments[i] = replace(moments[i], seconds=moments[i].seconds + spent * share)
+            share = timesteps[i].seconds / whole if whole else 1 / len(half)
+            timesteps[i] = replace(timesteps[i], seconds=timesteps[i].seconds + spent * share)
         if phase == "backward" and whole:  # recomputation repeats the forward's messages
             layers = [replace(layer, seconds=layer.seconds * (1.0 + spent / whole)) for layer in layers]
-    return Trace(moments=tuple(moments), layers=tuple(layers))
+    return Trace(timesteps=tuple(timesteps), layers=tuple(layers))
 
 
 def chunk_entries(workload: Workload, world: World, plan: Plan | None) -> list[Entry]:
@@ -284,7 +284,7 @@ def second_operands(windows: Sequence[tuple[int, int]], workload: Workload) -> i
 
     Forward and backward read different ones: a window over both gathers two, and so does one in a backward that recomputes.
     """
-    turn = workload.forward_moments
+    turn = workload.forward_timesteps
     both = sum(first < turn <= last for first, last in windows)
     recomputed = sum(last >= turn for _, last in windows) if workload.recomputed else 0
     return max(both, recomputed)
@@ -292,7 +292,7 @@ def second_operands(windows: Sequence[tuple[int, int]], workload: Workload) -> i
 
 def memory_of(found: Plan) -> Memory:
     """Return the memory of a plan at its peak."""
-    kinds = max(timeline(found), key=lambda moment: moment.bytes).kinds
+    kinds = max(timeline(found), key=lambda timestep: timestep.bytes).kinds
     return Memory(
         parameters=kinds["resident parameters"] + kinds["gathered"],
         masters=0,

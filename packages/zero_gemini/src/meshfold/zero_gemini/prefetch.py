@@ -41,16 +41,16 @@ def reach(coming: Iterable[bool], prefetch: int) -> int:
     return found
 
 
-def ready_from(moment: int, light: frozenset[int], prefetch: int) -> int:
-    """Return the timestep from which the unit that is entered at ``moment`` is gathered; the inverse of :func:`reach`.
+def ready_from(timestep: int, light: frozenset[int], prefetch: int) -> int:
+    """Return the timestep from which the unit that is entered at ``timestep`` is gathered; the inverse of :func:`reach`.
 
     Args:
-        moment: one unit is entered at each.
-        light: moments of light units.
+        timestep: one unit is entered at each.
+        light: timesteps of light units.
         prefetch: as in :func:`reach`.
     """
     left = prefetch
-    while moment > 0 and left > 0:
-        moment -= 1
-        left -= moment not in light
-    return moment
+    while timestep > 0 and left > 0:
+        timestep -= 1
+        left -= timestep not in light
+    return timestep

@@ -261,7 +261,7 @@ def workload_of_stages(
         whole_gradients=data_ranks > 1,
     )
     at_once = -(-flying.live // flying.stages)  # micro-batches in flight; the trace counted one
-    last, end = trace.moments[trace.forward_moments - 1], trace.moments[-1]
+    last, end = trace.timesteps[trace.forward_timesteps - 1], trace.timesteps[-1]
     others = (at_once - 1) * max(0, last.left_bytes - end.left_bytes)
     return replace(
         made,

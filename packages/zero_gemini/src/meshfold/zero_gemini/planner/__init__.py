@@ -3,7 +3,7 @@
 >>> def chunk(i):
 ...     uses = dict(forward=(i, i), backward=(7 - i, 7 - i), forward_seconds=0.05, backward_seconds=0.1)
 ...     return ChunkCost(name=f"layer{i}", elems=10**9, gathered_elems=10**9, **uses)
->>> step = dict(non_model_bytes=(GiB,) * 8, forward_moments=4, tokens=16 * 1024)
+>>> step = dict(non_model_bytes=(GiB,) * 8, forward_timesteps=4, tokens=16 * 1024)
 >>> workload = Workload(
 ...     name="four layers", chunks=tuple(chunk(i) for i in range(4)), regime=REGIMES["A"], clipping=True, **step
 ... )
@@ -13,6 +13,11 @@
 
 ``print(made)`` is a table, ``draw(made, "plan.svg")`` a picture, ``chrome_trace(made)`` for chrome://tracing.
 """
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
 
 from meshfold.zero_gemini.planner.memory import gather_windows
 from meshfold.zero_gemini.planner.options import (
@@ -37,8 +42,17 @@ from meshfold.zero_gemini.planner.rates import H200, GiB, KiB, Machine, MiB
 from meshfold.zero_gemini.planner.refuse import DoesNotFit
 from meshfold.zero_gemini.planner.regimes import REGIMES, Regime, gradient_dtype
 from meshfold.zero_gemini.planner.result import ChunkPlan, LayerPlan, Plan, Term
-from meshfold.zero_gemini.planner.timeline import Moment, chrome_trace, draw, timeline
+from meshfold.zero_gemini.planner.timeline import Timestep, chrome_trace, draw, timeline
 from meshfold.zero_gemini.planner.workload import ChunkCost, Layer, Limits, Workload
+
+
+def __getattr__(name: str) -> Any:
+    """Return the class that version 0.1 called ``Moment``, with a DeprecationWarning."""
+    if name != "Moment":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    warnings.warn(f"{__name__}.Moment is now {__name__}.Timestep: change the import", DeprecationWarning, stacklevel=2)
+    return Timestep
+
 
 __all__ = [
     "H200",
@@ -57,10 +71,10 @@ __all__ = [
     "Limits",
     "Machine",
     "MiB",
-    "Moment",
     "Plan",
     "Regime",
     "Term",
+    "Timestep",
     "Workload",
     "automatic",
     "chrome_trace",

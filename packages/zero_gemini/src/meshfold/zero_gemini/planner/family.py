@@ -88,11 +88,11 @@ class Family:
 
     def __init__(self, problem: Problem, order: Ints, layers: Ints) -> None:
         self.problem, self.order, self.layers = problem, order, layers
-        moments = len(problem.limits) - 2
-        self.memory = _Sums(problem.memory, order, layers, slice(0, moments))
-        self.offloaded = _Sums(problem.memory, order, layers, slice(moments, None))
-        self.gpu = problem.limits[:moments]
-        self.host, self.disk = problem.limits[moments:]
+        timesteps = len(problem.limits) - 2
+        self.memory = _Sums(problem.memory, order, layers, slice(0, timesteps))
+        self.offloaded = _Sums(problem.memory, order, layers, slice(timesteps, None))
+        self.gpu = problem.limits[:timesteps]
+        self.host, self.disk = problem.limits[timesteps:]
 
     def choice(self, a: int, b: int, d: int, k: int) -> Choice:
         """Return the choice with ``a`` chunks on the GPU, ``b`` resident ones, ``d`` on disk, and ``k`` layers that are kept."""

@@ -2,7 +2,7 @@
 
 Source: design of the split master; per element ``parameter`` + ``state`` where the state lives (12 bytes in regime A), 2
 more for a gradient that is held for clipping. Arenas on the host and on disk are allocated once, so they do not change
-from moment to moment.
+from timestep to timestep.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def gather_windows(chunk: ChunkCost, workload: Workload) -> tuple[tuple[int, int
 
 def gpu_kinds(workload: Workload) -> dict[str, Floats]:
     """Return the bytes of every chunk on the GPU by kind; each: chunk option timestep."""
-    n, moments, regime = len(workload.chunks), workload.moments, workload.regime
-    out = {kind: np.zeros((n, 5, moments)) for kind in KINDS[2:]}
+    n, timesteps, regime = len(workload.chunks), workload.timesteps, workload.regime
+    out = {kind: np.zeros((n, 5, timesteps)) for kind in KINDS[2:]}
     for i, chunk in enumerate(workload.chunks):
         gathered = int(np.ceil(regime.parameter * chunk.gathered_elems))
         alone = chunk.elems == chunk.gathered_elems
@@ -60,7 +60,7 @@ def gpu_kinds(workload: Workload) -> dict[str, Floats]:
 
 def _gradient_bytes(chunk: ChunkCost, workload: Workload) -> Floats:
     """Return a chunk's gradient bytes on the GPU, (option, timestep): whole during its backward, then a shard until offloaded."""
-    out = np.zeros((5, workload.moments))
+    out = np.zeros((5, workload.timesteps))
     whole = int(np.ceil(workload.collected(chunk) * chunk.gathered_elems))
     shard = whole if workload.whole_gradients else int(np.ceil(workload.regime.gradient * chunk.elems))
     start, end = chunk.backward
@@ -68,7 +68,7 @@ def _gradient_bytes(chunk: ChunkCost, workload: Workload) -> Floats:
     out[:, start : end + 1] = whole + shard * summed
     if workload.whole_gradients:
         out[0, start : end + 1] = whole  # added to in place
-    out[:, end + 1 : end + 1 + workload.drain_moments] = shard
+    out[:, end + 1 : end + 1 + workload.drain_timesteps] = shard
     if workload.clipping:
         out[0, end + 1 :] = shard
     if summed:
@@ -80,7 +80,7 @@ def _gradient_bytes(chunk: ChunkCost, workload: Workload) -> Floats:
 
 def layer_bytes(workload: Workload) -> Floats:
     """Return the bytes of kept activations; layer kept timestep."""
-    out = np.zeros((len(workload.layers), 2, workload.moments))
+    out = np.zeros((len(workload.layers), 2, workload.timesteps))
     for j, layer in enumerate(workload.layers):
         out[j, 1, layer.first : layer.last + 1] = layer.kept_bytes
         out[j, 1, layer.last + 1 : layer.last + 2] = layer.own_bytes
@@ -130,9 +130,9 @@ def memory_table(workload: Workload, strategy: str, mode: str, gpu: Floats, stre
     ``streaming_bytes`` are the GPU's as soon as state lives on the host.
     """
     build = Builder(len(workload.chunks), len(workload.layers))
-    moments = [f"gpu at timestep {t}" for t in range(workload.moments)]
+    timesteps = [f"gpu at timestep {t}" for t in range(workload.timesteps)]
     others = np.array(workload.non_model_bytes) + (0 if mode == GPU_ONLY else streaming_bytes)
-    build.add(*moments, base=others, chunk=gpu, layer=layer_bytes(workload))
+    build.add(*timesteps, base=others, chunk=gpu, layer=layer_bytes(workload))
     host, disk = host_and_disk_bytes(workload, strategy)
     base = workload.host_base_bytes
     if mode != GPU_ONLY:

@@ -59,8 +59,8 @@ class Problem:
 
     def for_bytes(self, what: str) -> Problem:
         """Return the same problem, with the peak bytes on the ``gpu`` or ``host`` as the unlimited objective."""
-        moments = len(self.limits) - 2
-        rows = slice(0, moments) if what == "gpu" else slice(moments, moments + 1)
+        timesteps = len(self.limits) - 2
+        rows = slice(0, timesteps) if what == "gpu" else slice(timesteps, timesteps + 1)
         limits = self.limits.copy()
         limits[rows] = np.inf
         table = Table(
@@ -98,7 +98,7 @@ class Case:
     def bounds(self) -> Floats:
         """Limits in the order of the rows of memory: GPU at every timestep, host, disk. Bytes."""
         gpu, host, disk = self.limits.as_tuple()
-        return np.array([gpu] * self.workload.moments + [host, disk], dtype=float)
+        return np.array([gpu] * self.workload.timesteps + [host, disk], dtype=float)
 
     @cached_property
     def _seconds(self) -> dict[str, tuple[Table, tuple[Phase, ...]]]:

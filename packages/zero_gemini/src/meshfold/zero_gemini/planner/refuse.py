@@ -49,7 +49,7 @@ def refusal(case: Case) -> DoesNotFit:
     else:
         words.append("No amount of host memory helps.")
     if binds == "gpu":
-        words.append(_largest_moment(workload))
+        words.append(_largest_timestep(workload))
         if workload.largest_output:
             words.append(f"The largest output of a layer is {workload.largest_output}.")
         lower = ["fewer tokens at once"]
@@ -69,16 +69,16 @@ def refusal(case: Case) -> DoesNotFit:
     return DoesNotFit(" ".join(words), gpu=gpu, host=host, binds=binds)
 
 
-def _largest_moment(workload: Workload) -> str:
+def _largest_timestep(workload: Workload) -> str:
     """Describe when activations and temporary tensors need the most memory, and how much."""
     most = max(workload.non_model_bytes)
-    moment = workload.non_model_bytes.index(most)
-    half = "forward" if moment < workload.forward_moments else "backward"
+    timestep = workload.non_model_bytes.index(most)
+    half = "forward" if timestep < workload.forward_timesteps else "backward"
     where = f"the {half}"
     if workload.units:
-        unit = workload.units[moment]
+        unit = workload.units[timestep]
         where += f" of {unit!r}" if unit else " of the model's own code"
-    if moment == workload.forward_moments - 1:
+    if timestep == workload.forward_timesteps - 1:
         where += " and the loss"
     return f"Activations and temporary tensors take {size(most)} in {where}."
 

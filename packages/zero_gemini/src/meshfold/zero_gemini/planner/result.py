@@ -176,8 +176,8 @@ def build(case: Case, strategy: str, choice: Choice, *, policy: str, proved: boo
         phases=phases,
         terms=terms,
         gpu_bytes=tuple(memory[:-2]),
-        host_bytes=(memory[-2],) * workload.moments,
-        disk_bytes=(memory[-1],) * workload.moments,
+        host_bytes=(memory[-2],) * workload.timesteps,
+        disk_bytes=(memory[-1],) * workload.timesteps,
         proved=proved,
     )
 

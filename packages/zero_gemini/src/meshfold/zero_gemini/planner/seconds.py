@@ -291,7 +291,7 @@ class Loads:
 
     def _collectives(self) -> tuple[float, float, float]:
         """Return a rank's seconds of gathering parameters in forward and in backward, and of reducing gradients."""
-        workload, half = self.workload, self.workload.forward_moments
+        workload, half = self.workload, self.workload.forward_timesteps
         forward = backward = reduced = 0.0
         width, rate = self.regime.parameter, self.machine.collective
         for chunk in workload.chunks:
@@ -364,7 +364,7 @@ class Loads:
 
 def _loads(chunk: ChunkCost, workload: Workload) -> tuple[int, int]:
     """Return how often a streamed chunk is loaded in or before the forward, and in the backward."""
-    turn = workload.ready_from(workload.forward_moments)
+    turn = workload.ready_from(workload.forward_timesteps)
     found = gather_windows(chunk, workload)
     forward = sum(first < turn or first == 0 for first, _ in found)
     return forward, len(found) - forward

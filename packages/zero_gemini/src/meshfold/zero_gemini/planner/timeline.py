@@ -10,16 +10,17 @@ from typing import Any
 
 import numpy as np
 
-from meshfold.mesh import MeshfoldError
+from meshfold.mesh import MeshfoldError, with_old_names
 from meshfold.zero_gemini.planner.memory import KINDS, gpu_kinds, layer_bytes
 from meshfold.zero_gemini.planner.result import Plan, options_of
 
 
+@with_old_names({"moment": "index"}, arguments={"moment": "index"})
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Moment:
+class Timestep:
     """GPU memory in use at one timestep."""
 
-    moment: int
+    index: int
     phase: str
     """``forward`` or ``backward``"""
     seconds: float
@@ -30,7 +31,7 @@ class Moment:
     """their sum"""
 
 
-def timeline(plan: Plan) -> list[Moment]:
+def timeline(plan: Plan) -> list[Timestep]:
     """Return every timestep in order; the sums are the plan's ``gpu_bytes``."""
     workload, choice = plan.workload, options_of(plan)
     index = np.arange(len(choice.chunks))
@@ -39,10 +40,10 @@ def timeline(plan: Plan) -> list[Moment]:
     series = {KINDS[0]: np.array(workload.non_model_bytes), KINDS[1]: kept, **series}
     starts = _starts(plan)
     found = []
-    for t in range(workload.moments):
+    for t in range(workload.timesteps):
         kinds = {kind: int(values[t]) for kind, values in series.items()}
-        phase = "forward" if t < workload.forward_moments else "backward"
-        found.append(Moment(moment=t, phase=phase, seconds=starts[t], kinds=kinds, bytes=sum(kinds.values())))
+        phase = "forward" if t < workload.forward_timesteps else "backward"
+        found.append(Timestep(index=t, phase=phase, seconds=starts[t], kinds=kinds, bytes=sum(kinds.values())))
     return found
 
 
@@ -51,8 +52,8 @@ def chrome_trace(plan: Plan) -> dict[str, Any]:
 
     Times are in microseconds. The busy time of a resource in a phase is predicted; its position in the phase is not.
     """
-    moments = timeline(plan)
-    ends = [m.seconds for m in moments[1:]] + [_length(plan)]
+    timesteps = timeline(plan)
+    ends = [m.seconds for m in timesteps[1:]] + [_length(plan)]
     events: list[dict[str, Any]] = [
         {
             "ph": "M",
@@ -62,12 +63,12 @@ def chrome_trace(plan: Plan) -> dict[str, Any]:
             "args": {"name": f"plan of {plan.workload.name}"},
         }
     ]
-    resources = {"moments": 0}
-    for moment, end in zip(moments, ends, strict=True):
-        at, lasts = moment.seconds * 1e6, (end - moment.seconds) * 1e6
-        name = f"{moment.phase} {moment.moment}"
+    resources = {"timesteps": 0}
+    for timestep, end in zip(timesteps, ends, strict=True):
+        at, lasts = timestep.seconds * 1e6, (end - timestep.seconds) * 1e6
+        name = f"{timestep.phase} {timestep.index}"
         events.append({"ph": "X", "pid": 0, "tid": 0, "name": name, "ts": at, "dur": lasts})
-        events.append({"ph": "C", "pid": 0, "name": "GPU bytes", "ts": at, "args": dict(moment.kinds)})
+        events.append({"ph": "C", "pid": 0, "name": "GPU bytes", "ts": at, "args": dict(timestep.kinds)})
     for phase, start in _phase_starts(plan).items():
         for term in plan.terms:
             if term.phase != phase or term.seconds <= 0 or term.name == "exposed tail":
@@ -116,8 +117,8 @@ def _phase_starts(plan: Plan) -> dict[str, float]:
 
 def _starts(plan: Plan) -> list[float]:
     """Return when each timestep starts: compute in order, stretched to the plan's seconds for its phase."""
-    workload, half = plan.workload, plan.workload.forward_moments
-    lasts = np.zeros(workload.moments)
+    workload, half = plan.workload, plan.workload.forward_timesteps
+    lasts = np.zeros(workload.timesteps)
     for chunk in workload.chunks:
         for (first, last), seconds in (
             (chunk.forward, chunk.forward_seconds),
@@ -126,7 +127,7 @@ def _starts(plan: Plan) -> list[float]:
             lasts[first : last + 1] += seconds / (last - first + 1)
     for layer, made in zip(workload.layers, plan.layers, strict=True):
         if not made.kept:
-            lasts[min(layer.last + 1, workload.moments - 1)] += layer.recompute_seconds
+            lasts[min(layer.last + 1, workload.timesteps - 1)] += layer.recompute_seconds
     lasts += 1e-12  # keep timesteps without compute in order
     starts = _phase_starts(plan)
     if "backward" in starts:

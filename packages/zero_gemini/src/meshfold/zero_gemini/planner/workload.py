@@ -1,6 +1,6 @@
 """Work of one training step: chunks in order of use, layers whose activations may be kept, memory at every timestep.
 
-A *moment* is a place in the recorded order of operations: ``0 … forward_moments-1`` in the forward, the rest in the
+A *timestep* is a place in the recorded order of operations: ``0 … forward_timesteps-1`` in the forward, the rest in the
 backward. A trace on the device or on meta writes a Workload.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
-from meshfold.mesh import SpecError
+from meshfold.mesh import SpecError, with_old_names
 from meshfold.zero_gemini.planner.options import NONE, STRATEGIES
 from meshfold.zero_gemini.planner.rates import Machine
 from meshfold.zero_gemini.planner.regimes import Regime
@@ -45,7 +45,7 @@ class ChunkCost:
     channel: str = ""
     """the group whose push channel carries its gathers and reductions; empty: the process group does."""
     visits: tuple[tuple[int, int], ...] | None = None
-    """runs of moments, first and last, in which it is used, in order; None: ``forward`` and ``backward``. They say when it is
+    """runs of timesteps, first and last, in which it is used, in order; None: ``forward`` and ``backward``. They say when it is
     gathered; ``forward`` and ``backward`` span them, and have a place for a chunk that is not used there at all."""
 
     def __post_init__(self) -> None:
@@ -67,7 +67,7 @@ class ChunkCost:
 
     @property
     def uses(self) -> tuple[tuple[int, int], ...]:
-        """Runs of moments, first and last, in which it is used."""
+        """Runs of timesteps, first and last, in which it is used."""
         return (self.forward, self.backward) if self.visits is None else self.visits
 
 
@@ -88,6 +88,10 @@ class Layer:
     """bytes that keeping adds at the timestep after that, on top of the bytes alive there before anything is recomputed."""
 
 
+_OLD = {f"{kind}_moments": f"{kind}_timesteps" for kind in ("forward", "prefetch", "light", "drain")}
+
+
+@with_old_names({"moments": "timesteps", **_OLD}, arguments=_OLD)
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Workload:
     """One step of one rank.
@@ -102,8 +106,8 @@ class Workload:
     layers: tuple[Layer, ...] = ()
     non_model_bytes: tuple[int, ...]
     """peak bytes on the GPU at every timestep that are neither parameters, gradients nor optimizer state, nothing kept."""
-    forward_moments: int
-    """how many of the moments are in the forward."""
+    forward_timesteps: int
+    """how many of the timesteps are in the forward."""
     tokens: int
     """tokens of this rank in a step."""
     regime: Regime
@@ -118,21 +122,21 @@ class Workload:
     stage: int = 3
     """of ZeRO: 1 and 2 keep whole parameters on the GPU."""
     accumulation: int = 1
-    """micro-steps of a step; moments and the chunks' seconds are of one micro-step."""
+    """micro-steps of a step; timesteps and the chunks' seconds are of one micro-step."""
     data_ranks: int = 1
     ranks_per_host: int = 1
     """ranks that share a host's memory, its bandwidth and its disk."""
     whole_gradients: bool = False
     """until the end of the step, gradients of whole chunks are kept where the state is, as a pipeline's micro-batches leave
     them; else gradients of shards."""
-    prefetch_moments: int = 1
-    """a streamed chunk is on the GPU this many moments before its use,"""
-    light_moments: frozenset[int] = frozenset()
+    prefetch_timesteps: int = 1
+    """a streamed chunk is on the GPU this many timesteps before its use,"""
+    light_timesteps: frozenset[int] = frozenset()
     """not counting these, in which next to nothing is computed (:mod:`meshfold.zero_gemini.prefetch`)."""
     reshards: bool = True
     """a streamed chunk leaves the GPU between two uses; else it stays from its first to its last of a micro-step."""
-    drain_moments: int = 1
-    """a gradient leaves the GPU within this many moments after the chunk's backward."""
+    drain_timesteps: int = 1
+    """a gradient leaves the GPU within this many timesteps after the chunk's backward."""
     host_base_bytes: int = 0
     """host bytes that the process has besides."""
     disk_buffer_bytes: int = 2**28
@@ -145,22 +149,22 @@ class Workload:
     """that output is of a head, whose loss might be computed without it."""
 
     def __post_init__(self) -> None:
-        moments = len(self.non_model_bytes)
+        timesteps = len(self.non_model_bytes)
         if not self.chunks:
             raise SpecError(f"workload {self.name!r} has no chunk: there is nothing to plan")
-        if not 0 < self.forward_moments < moments:
+        if not 0 < self.forward_timesteps < timesteps:
             raise SpecError(
-                f"workload {self.name!r}: forward_moments={self.forward_moments} of {moments} moments: both a forward "
+                f"workload {self.name!r}: forward_timesteps={self.forward_timesteps} of {timesteps} timesteps: both a forward "
                 "and a backward need at least one"
             )
         for chunk in self.chunks:
-            if chunk.forward[1] >= self.forward_moments or not self.forward_moments <= chunk.backward[0]:
+            if chunk.forward[1] >= self.forward_timesteps or not self.forward_timesteps <= chunk.backward[0]:
                 raise SpecError(f"chunk {chunk.name!r} is used in the wrong half of the step: {chunk}")
-            if chunk.backward[1] >= moments:
-                raise SpecError(f"chunk {chunk.name!r} is used after the last timestep {moments - 1}: {chunk}")
+            if chunk.backward[1] >= timesteps:
+                raise SpecError(f"chunk {chunk.name!r} is used after the last timestep {timesteps - 1}: {chunk}")
         for layer in self.layers:
-            if not (0 <= layer.first <= layer.last < moments and min(layer.kept_bytes, layer.recompute_seconds) >= 0):
-                raise SpecError(f"layer {layer.name!r} does not lie in the {moments} moments of the step: {layer}")
+            if not (0 <= layer.first <= layer.last < timesteps and min(layer.kept_bytes, layer.recompute_seconds) >= 0):
+                raise SpecError(f"layer {layer.name!r} does not lie in the {timesteps} timesteps of the step: {layer}")
         for things in (self.chunks, self.layers):
             names = [thing.name for thing in things]
             if len(set(names)) < len(names):
@@ -169,8 +173,8 @@ class Workload:
             raise SpecError(f"workload {self.name!r}: chunks must be in order of first use")
         if not 0 <= self.clip_probability <= 1:
             raise SpecError(f"clip_probability={self.clip_probability}: give a fraction of the steps, from 0 to 1")
-        if min(self.data_ranks - 1, self.prefetch_moments, self.drain_moments, self.tokens - 1) < 0:
-            raise SpecError(f"workload {self.name!r}: data_ranks and tokens are at least 1, moments at least 0")
+        if min(self.data_ranks - 1, self.prefetch_timesteps, self.drain_timesteps, self.tokens - 1) < 0:
+            raise SpecError(f"workload {self.name!r}: data_ranks and tokens are at least 1, timesteps at least 0")
 
         known = set(STRATEGIES) - {NONE} if self.clipping else {NONE}
         if self.strategies is not None and not (self.strategies and set(self.strategies) <= known):
@@ -187,7 +191,7 @@ class Workload:
         return sum(chunk.elems for chunk in self.chunks)
 
     @property
-    def moments(self) -> int:
+    def timesteps(self) -> int:
         return len(self.non_model_bytes)
 
     @property
@@ -235,9 +239,9 @@ class Workload:
             layers=tuple(replace(layer, recompute_seconds=back * layer.recompute_seconds) for layer in self.layers),
         )
 
-    def ready_from(self, moment: int) -> int:
-        """Return the timestep from which on data used at ``moment`` is on the GPU."""
-        return ready_from(moment, self.light_moments, self.prefetch_moments)
+    def ready_from(self, timestep: int) -> int:
+        """Return the timestep from which on data used at ``timestep`` is on the GPU."""
+        return ready_from(timestep, self.light_timesteps, self.prefetch_timesteps)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,6 +10,11 @@ Without a device, on meta tensors::
 On a GPU the same with ``CudaBytes(device, model_bytes=peak_of(arena))`` and ``CudaClock(device)``.
 """
 
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
 from meshfold.mesh.model_io import LiveBytes
 from meshfold.zero_gemini.profiler.clocks import (
     Clock,
@@ -21,9 +26,20 @@ from meshfold.zero_gemini.profiler.clocks import (
 )
 from meshfold.zero_gemini.profiler.layers import LayerWatch
 from meshfold.zero_gemini.profiler.live import CudaBytes, MemoryProbe, peak_of
-from meshfold.zero_gemini.profiler.moments import Trace, TracedLayer, TracedMoment, worst_trace
+from meshfold.zero_gemini.profiler.trace import Trace, TracedLayer, TracedTimestep, worst_trace
 from meshfold.zero_gemini.profiler.tracer import StepTracer
 from meshfold.zero_gemini.profiler.workload import ChunkUse, chunk_uses, workload_of
+
+
+def __getattr__(name: str) -> Any:
+    """Return the class that version 0.1 called ``TracedMoment``, with a DeprecationWarning."""
+    if name != "TracedMoment":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    warnings.warn(
+        f"{__name__}.TracedMoment is now {__name__}.TracedTimestep: change the import", DeprecationWarning, stacklevel=2
+    )
+    return TracedTimestep
+
 
 __all__ = [
     "ChunkUse",
@@ -39,7 +55,7 @@ __all__ = [
     "StepTracer",
     "Trace",
     "TracedLayer",
-    "TracedMoment",
+    "TracedTimestep",
     "WallClock",
     "chunk_uses",
     "peak_of",

@@ -17,7 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_iter
 
 from meshfold.zero_gemini.profiler.clocks import Clock
-from meshfold.zero_gemini.profiler.moments import TracedLayer
+from meshfold.zero_gemini.profiler.trace import TracedLayer
 
 
 class LayerWatch:

@@ -1,8 +1,8 @@
 """Tracer of one micro-step, unit by unit.
 
 A unit is *reached*, then *entered*, and *left*. In between the first two, the hooks that gather parameters wait for them. Hooks on
-its module mark these moments in forward, hooks on its outputs and inputs in backward. The runtime gathers and releases at the same
-points: timesteps of a trace are timesteps of the executor.
+its module mark these timesteps in forward, hooks on its outputs and inputs in backward. The runtime gathers and releases at the
+same points: timesteps of a trace are timesteps of the executor.
 
 Time in which the host waits within a timestep (:mod:`meshfold.zero_gemini.memory.copies`) is subtracted. A plan then depends on the
 model's needs, and not on the placement of chunks during the trace.
@@ -22,7 +22,7 @@ from meshfold.mesh import SpecError
 from meshfold.zero_gemini.profiler.clocks import Clock
 from meshfold.zero_gemini.profiler.layers import LayerWatch
 from meshfold.zero_gemini.profiler.live import MemoryProbe
-from meshfold.zero_gemini.profiler.moments import Trace, TracedMoment
+from meshfold.zero_gemini.profiler.trace import Trace, TracedTimestep
 from meshfold.zero_gemini.runtime.gradient_arrival import watch_inputs, watch_output
 from meshfold.zero_gemini.runtime.outside_calls import After, Before, watch_outside
 from meshfold.zero_gemini.runtime.units import Unit, find_units
@@ -113,7 +113,7 @@ class StepTracer:
                 f"{len(self._seen)} units were entered while the tracer watched, none of them in a backward: run the model "
                 "and its loss's backward inside of `with tracer`"
             )
-        return Trace(moments=tuple(self._moment(i) for i in range(len(self._seen))), layers=self.layers.layers())
+        return Trace(timesteps=tuple(self._timestep(i) for i in range(len(self._seen))), layers=self.layers.layers())
 
     # -- hooks --------------------------------------------------------------------------------------------------
 
@@ -214,7 +214,7 @@ class StepTracer:
         if seen is not None:
             seen.until = len(self._seen) - 1
 
-    def _moment(self, i: int) -> TracedMoment:
+    def _timestep(self, i: int) -> TracedTimestep:
         seen, seconds = self._seen[i], self._clock.seconds
         last = len(self._seen) - 1
         begin = self._start if i == 0 else seen.entered
@@ -222,7 +222,7 @@ class StepTracer:
         waited = seconds(seen.arrived, seen.entered)
         stalled = sum(seconds(*stall) for stall in seen.stalls)
         spent = seconds(begin, end) - stalled - (waited if i == 0 else 0.0)
-        return TracedMoment(
+        return TracedTimestep(
             unit=seen.unit,
             backward=seen.backward,
             until=last if seen.until is None else seen.until,

@@ -25,7 +25,7 @@ from meshfold.zero_gemini.planner.options import SPLIT_STEP
 from meshfold.zero_gemini.planner.regimes import Regime
 from meshfold.zero_gemini.planner.workload import ChunkCost, Layer, Workload
 from meshfold.zero_gemini.prefetch import light_ones
-from meshfold.zero_gemini.profiler.moments import Trace, TracedLayer, TracedMoment
+from meshfold.zero_gemini.profiler.trace import Trace, TracedLayer, TracedTimestep
 from meshfold.zero_gemini.runtime.units import Unit, find_units
 
 
@@ -89,15 +89,15 @@ def workload_of(
     Raises:
         SpecError: for a trace without a forward or without a chunk's unit.
     """
-    moments, half = trace.moments, trace.forward_moments
-    if not 0 < half < len(moments):
+    timesteps, half = trace.timesteps, trace.forward_timesteps
+    if not 0 < half < len(timesteps):
         raise SpecError(
-            f"the trace has {half} moments of forward and {len(moments) - half} of backward: both are needed"
+            f"the trace has {half} timesteps of forward and {len(timesteps) - half} of backward: both are needed"
         )
     layers = _alike(trace.layers)
-    moments = _without_recomputing(moments, layers)
-    visits = {chunk.name: _visits(chunk, moments, half) for chunk in chunks}
-    forward, backward = _seconds(chunks, moments[:half]), _seconds(chunks, moments[half:])
+    timesteps = _without_recomputing(timesteps, layers)
+    visits = {chunk.name: _visits(chunk, timesteps, half) for chunk in chunks}
+    forward, backward = _seconds(chunks, timesteps[:half]), _seconds(chunks, timesteps[half:])
     light = light_units(chunks)
     costs = []
     for chunk in chunks:
@@ -105,7 +105,7 @@ def workload_of(
         first = [visit for visit in seen if visit[0] < half] or [(half - 1, half - 1)]
         second = [visit for visit in seen if visit[0] >= half]
         # chunks that no backward reached are reduced, as zeros, at the end
-        second = second or [(len(moments) - 1, len(moments) - 1)]
+        second = second or [(len(timesteps) - 1, len(timesteps) - 1)]
         costs.append(
             ChunkCost(
                 name=chunk.name,
@@ -132,13 +132,13 @@ def workload_of(
                 first=layer.first,
                 last=layer.last,
                 own_bytes=max(
-                    0, layer.before_bytes + layer.kept_bytes - moments[_after(moments, layer)].non_model_bytes
+                    0, layer.before_bytes + layer.kept_bytes - timesteps[_after(timesteps, layer)].non_model_bytes
                 ),
             )
             for layer in layers
         ),
-        non_model_bytes=tuple(moment.non_model_bytes for moment in moments),
-        forward_moments=half,
+        non_model_bytes=tuple(timestep.non_model_bytes for timestep in timesteps),
+        forward_timesteps=half,
         tokens=tokens,
         regime=regime,
         clipping=clipping,
@@ -149,10 +149,10 @@ def workload_of(
         ranks_per_host=ranks_per_host,
         host_base_bytes=host_base_bytes,
         whole_gradients=whole_gradients,
-        prefetch_moments=prefetch,
-        light_moments=frozenset(i for i, moment in enumerate(moments) if moment.unit in light),
+        prefetch_timesteps=prefetch,
+        light_timesteps=frozenset(i for i, timestep in enumerate(timesteps) if timestep.unit in light),
         reshards=reshards,
-        units=tuple(moment.unit for moment in moments),
+        units=tuple(timestep.unit for timestep in timesteps),
     )
 
 
@@ -172,27 +172,29 @@ def _alike(layers: Sequence[TracedLayer]) -> list[TracedLayer]:
     return [replace(layer, seconds=mean(seconds[layer.kept_bytes])) for layer in layers]
 
 
-def _without_recomputing(moments: Sequence[TracedMoment], layers: Sequence[TracedLayer]) -> tuple[TracedMoment, ...]:
+def _without_recomputing(
+    timesteps: Sequence[TracedTimestep], layers: Sequence[TracedLayer]
+) -> tuple[TracedTimestep, ...]:
     """Return the timesteps without recomputation, whose seconds plans add per layer."""
-    found = list(moments)
+    found = list(timesteps)
     for layer in layers:
         i = _after(found, layer)
         found[i] = replace(found[i], seconds=max(0.0, found[i].seconds - layer.seconds))
     return tuple(found)
 
 
-def _after(moments: Sequence[TracedMoment], layer: TracedLayer) -> int:
+def _after(timesteps: Sequence[TracedTimestep], layer: TracedLayer) -> int:
     """Return the timestep of a layer's recomputation."""
-    return min(layer.last + 1, len(moments) - 1)
+    return min(layer.last + 1, len(timesteps) - 1)
 
 
-def _visits(chunk: ChunkUse, moments: Sequence[TracedMoment], half: int) -> list[tuple[int, int]]:
+def _visits(chunk: ChunkUse, timesteps: Sequence[TracedTimestep], half: int) -> list[tuple[int, int]]:
     """Return runs of timesteps (first, last) in which a unit of the chunk runs; no run spans forward and backward."""
     runs: list[tuple[int, int]] = []
-    for i, moment in enumerate(moments):
-        if moment.unit not in chunk.units:
+    for i, timestep in enumerate(timesteps):
+        if timestep.unit not in chunk.units:
             continue
-        until = moment.until if i >= half else min(moment.until, half - 1)
+        until = timestep.until if i >= half else min(timestep.until, half - 1)
         if runs and i <= runs[-1][1] + 1 and i != half:
             runs[-1] = (runs[-1][0], max(runs[-1][1], until))
         else:
@@ -200,7 +202,7 @@ def _visits(chunk: ChunkUse, moments: Sequence[TracedMoment], half: int) -> list
     return runs
 
 
-def _seconds(chunks: Sequence[ChunkUse], moments: Sequence[TracedMoment]) -> dict[str, float]:
+def _seconds(chunks: Sequence[ChunkUse], timesteps: Sequence[TracedTimestep]) -> dict[str, float]:
     """Return the compute seconds of every chunk; they add up to those of the timesteps."""
     found = {chunk.name: 0.0 for chunk in chunks}
     users: dict[str, dict[str, int]] = {}
@@ -209,9 +211,9 @@ def _seconds(chunks: Sequence[ChunkUse], moments: Sequence[TracedMoment]) -> dic
             users.setdefault(unit, {})[chunk.name] = elems
     waiting = 0.0
     last: dict[str, int] = {}
-    for moment in moments:
-        last = users.get(moment.unit) or last
-        waiting += moment.seconds
+    for timestep in timesteps:
+        last = users.get(timestep.unit) or last
+        waiting += timestep.seconds
         if not last:
             continue
         for name, elems in last.items():

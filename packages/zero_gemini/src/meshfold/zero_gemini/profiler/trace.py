@@ -6,12 +6,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from meshfold.mesh import with_old_names
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TracedMoment:
+class TracedTimestep:
     """Interval from entering one unit to entering the next.
 
-    What happened before the first entry counts to the first moment, the loss to the last of the forward.
+    What happened before the first entry counts to the first timestep, the loss to the last of the forward.
     """
 
     unit: str
@@ -49,42 +51,43 @@ class TracedLayer:
     """the most alive at once in that one, before it was"""
 
 
+@with_old_names({"moments": "timesteps", "forward_moments": "forward_timesteps"}, arguments={"moments": "timesteps"})
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trace:
     """One micro-step."""
 
-    moments: tuple[TracedMoment, ...]
+    timesteps: tuple[TracedTimestep, ...]
     layers: tuple[TracedLayer, ...] = ()
 
     @property
-    def forward_moments(self) -> int:
+    def forward_timesteps(self) -> int:
         """Number of timesteps in the forward."""
-        return sum(not moment.backward for moment in self.moments)
+        return sum(not timestep.backward for timestep in self.timesteps)
 
     @property
     def seconds(self) -> float:
         """Seconds of compute, in total."""
-        return sum(moment.seconds for moment in self.moments)
+        return sum(timestep.seconds for timestep in self.timesteps)
 
     @property
     def peak_bytes(self) -> int:
         """The most of any timestep."""
-        return max((moment.non_model_bytes for moment in self.moments), default=0)
+        return max((timestep.non_model_bytes for timestep in self.timesteps), default=0)
 
     @property
     def order(self) -> tuple[str, ...]:
         """Names of the units, as they were entered."""
-        return tuple(moment.unit for moment in self.moments)
+        return tuple(timestep.unit for timestep in self.timesteps)
 
     def to_json(self) -> dict[str, Any]:
         """Return it as plain JSON values."""
-        return {"moments": [asdict(moment) for moment in self.moments], "layers": [asdict(one) for one in self.layers]}
+        return {"timesteps": [asdict(one) for one in self.timesteps], "layers": [asdict(one) for one in self.layers]}
 
     @classmethod
     def from_json(cls, words: dict[str, Any]) -> Trace:
         """Inverse of :meth:`to_json`."""
         return cls(
-            moments=tuple(TracedMoment(**moment) for moment in words["moments"]),
+            timesteps=tuple(TracedTimestep(**one) for one in words["timesteps"]),
             layers=tuple(TracedLayer(**layer) for layer in words["layers"]),
         )
 
@@ -92,18 +95,18 @@ class Trace:
 def worst_trace(traces: Sequence[Trace], *, seconds: Callable[[list[float]], float] = max) -> Trace:
     """Return the worst case of several traces of one step: at every timestep the most bytes, and the most or the least seconds.
 
-    Traces with other moments than the first's have only their peak in common with it. Layers are those that all of the
+    Traces with other timesteps than the first's have only their peak in common with it. Layers are those that all of the
     others saw recomputed.
     """
     first = traces[0]
     alike = [trace for trace in traces if trace.order == first.order]
     peak = max((trace.peak_bytes for trace in traces if trace.order != first.order), default=0)
-    moments = []
-    for i, moment in enumerate(first.moments):
-        same = [trace.moments[i] for trace in alike]
-        moments.append(
+    timesteps = []
+    for i, timestep in enumerate(first.timesteps):
+        same = [trace.timesteps[i] for trace in alike]
+        timesteps.append(
             replace(
-                moment,
+                timestep,
                 non_model_bytes=max([peak, *(m.non_model_bytes for m in same)]),
                 left_bytes=max(m.left_bytes for m in same),
                 seconds=seconds([m.seconds for m in same]),
@@ -123,4 +126,4 @@ def worst_trace(traces: Sequence[Trace], *, seconds: Callable[[list[float]], flo
                     before_bytes=max(x.before_bytes for x in found),
                 )
             )
-    return Trace(moments=tuple(moments), layers=tuple(layers))
+    return Trace(timesteps=tuple(timesteps), layers=tuple(layers))
