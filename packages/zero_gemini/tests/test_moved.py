@@ -70,9 +70,7 @@ def test_renamed_classes_attributes_and_arguments_keep_their_old_names() -> None
 def test_plans_called_timesteps_moments_once() -> None:
     old: Any = {"forward_moments": 1}
     used: Any = dict(forward=(0, 0), backward=(1, 1), forward_seconds=1.0, backward_seconds=1.0)
-    chunk = ChunkCost(
-        name="w", elems=1, gathered_elems=1, forward=(0, 0), backward=(1, 1), forward_seconds=1.0, backward_seconds=1.0
-    )
+    chunk = ChunkCost(name="w", elems=1, gathered_elems=1, **used)
     with pytest.warns(
         DeprecationWarning, match=r"Workload\(forward_moments=...\) is now Workload\(forward_timesteps=...\)"
     ):
