@@ -46,14 +46,20 @@ def check_capture(world: World, *, drops: Sequence[str], recomputes: bool) -> No
     Args:
         world: whose spec it is.
         drops: the model's probabilities of dropout, as ``config.attn_pdrop=0.1``.
-        recomputes: backward recomputes activations.
+        recomputes: backward recomputes activations, which is captured under ``zero`` only.
 
     Raises:
         SpecError: where a replay would compute something else than the step.
     """
-    entries = ("zero", "pipeline", "tensor", "sequence", "axial", "expert")
+    entries = ("pipeline", "tensor", "sequence", "axial", "expert", "zero")
     found = next((entry for entry in entries if getattr(world.spec, entry, None) is not None), None)
-    if found is not None:
+    alone = found == "zero" and world.mesh.world_size == 1
+    if found == "zero" and not alone:
+        raise SpecError(
+            f"cuda_graph=True under zero on {world.mesh.world_size} ranks: collectives are not captured: leave cuda_graph out, "
+            "or train on one GPU"
+        )
+    if found is not None and not alone:
         raise SpecError(
             f"cuda_graph=True under {found}: a graph needs weights and collectives at fixed addresses: leave cuda_graph "
             "out, or write parallel=dict(data=...) alone"
@@ -64,7 +70,7 @@ def check_capture(world: World, *, drops: Sequence[str], recomputes: bool) -> No
             f"cuda_graph=True for a model with dropout ({shown}): a graph would drop the same elements in every step. Set these to "
             "0, or leave cuda_graph out"
         )
-    if recomputes:
+    if recomputes and not alone:
         raise SpecError(
             "cuda_graph=True with recompute: a recomputed forward cannot be captured. Leave one of them out"
         )
@@ -92,7 +98,7 @@ class CapturedSteps:
         if places != self._places:  # somebody has moved the weights
             self._graphs.clear()
             self._places = places
-        form = self._form(work)
+        form = form_of(work, self._model)
         self._seen[form] += 1
         if form in self._graphs:
             return form
@@ -145,20 +151,12 @@ class CapturedSteps:
         """Free the graphs with their memory."""
         self._graphs.clear()
 
-    def _form(self, work: Batch) -> Hashable:
-        """Return what graphs differ by: shapes and dtypes of tensors, all other values, and the modules in training mode."""
-        leaves, tree = pytree.tree_flatten((work.args, work.kwargs, work.given, work.targets))
-        each = tuple(
-            (leaf.shape, leaf.dtype, leaf.stride()) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves
-        )
-        return each, str(tree), work.name, tuple(module.training for module in self._model.modules())
-
     def _capture(self, work: Batch, count: Tensor, weight: Tensor) -> _MicroStep:
-        inputs = _Inputs.like(work, count, weight)
+        inputs = Inputs.like(work, count, weight)
 
         def step() -> _Results:
             with self._reducer.set_aside(), masks_by_shape():
-                loss = self._forward.loss(inputs.work, _Counted(inputs.count))
+                loss = self._forward.loss(inputs.work, Counted(inputs.count))
                 (loss * inputs.weight).backward()
                 return loss.detach(), self._reducer.take()
 
@@ -184,8 +182,17 @@ class CapturedSteps:
         return _MicroStep(inputs, replay)
 
 
+def form_of(work: Batch, model: nn.Module) -> Hashable:
+    """Return what graphs differ by: shapes and dtypes of tensors, all other values, and the modules in training mode."""
+    leaves, tree = pytree.tree_flatten((work.args, work.kwargs, work.given, work.targets))
+    each = tuple(
+        (leaf.shape, leaf.dtype, leaf.stride()) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves
+    )
+    return each, str(tree), work.name, tuple(module.training for module in model.modules())
+
+
 @dataclass(frozen=True)
-class _Counted:
+class Counted:
     """Count of targets in a tensor that a graph reads, in place of :class:`meshfold.engine.batches.sharding.Shares`."""
 
     count: Tensor
@@ -200,7 +207,7 @@ class _Counted:
 
 
 @dataclass(frozen=True)
-class _Inputs:
+class Inputs:
     """The tensors that a graph reads.
 
     Attributes:
@@ -213,7 +220,7 @@ class _Inputs:
     weight: Tensor
 
     @classmethod
-    def like(cls, work: Batch, count: Tensor, weight: Tensor) -> _Inputs:
+    def like(cls, work: Batch, count: Tensor, weight: Tensor) -> Inputs:
         """Copy a micro-step's inputs; a tensor that is in a batch twice stays one."""
         own: dict[Tensor, Tensor] = {}
         made = pytree.tree_map_only(
@@ -247,7 +254,7 @@ class _MicroStep:
         replay: runs it: one launch of a graph, or kernel by kernel on a CPU.
     """
 
-    inputs: _Inputs
+    inputs: Inputs
     replay: Callable[[], _Results]
 
     def run(self, work: Batch, count: Tensor, weight: Tensor) -> _Results:

@@ -26,6 +26,7 @@ from meshfold.mesh import ParallelSpec
 from meshfold.mesh.watchdog import report_errors
 
 if TYPE_CHECKING:
+    from meshfold.engine.zero.captured_step import CaptureReport
     from meshfold.engine.step_metrics import StepMetrics
     from meshfold.engine.zero.residency import Residency
 
@@ -116,7 +117,8 @@ class Engine:
             compile: True, or ``dict(backend=..., mode=..., dynamic=..., options=...)``: torch.compile compiles every repeated
                 block, one by one. A model without repeated blocks is compiled as a whole, except under ``zero`` and ``pipeline``.
             cuda_graph: replay forward and backward of ``train_step`` as one CUDA graph per shape of batch, for models so small that
-                launching their kernels takes longer than running them. For ``parallel=dict(data=...)`` without dropout.
+                launching their kernels takes longer than running them. For ``parallel=dict(data=...)`` without dropout. Under
+                ``zero`` on one GPU a step is several graphs, between which chunks are moved: see ``capture``.
             example: a small batch that ``pipeline`` needs to partition a model whose input is not token ids. Its values do not
                 matter. Under other specs it is only checked against the model's signature.
             nonfinite: what to do if the loss or the gradient of a step is nan or infinite: ``"error"``, ``"skip"`` the step, or
@@ -306,6 +308,12 @@ class Engine:
         """Plan of the model's state in memory under ``zero``, with its measurements; None without ``zero``."""
         residency: Residency | None = self.states.residency
         return residency
+
+    @property
+    def capture(self) -> CaptureReport | None:
+        """How many steps were replayed as graphs under ``zero`` with ``cuda_graph=True``, and why the last one was not, if it was
+        not; None otherwise."""
+        return self.runner.capture
 
     def print(self, *values: object, **options: Any) -> None:
         """Print on rank 0 only and flush; arguments as for Python's ``print``. It is not a collective."""

@@ -26,6 +26,7 @@ from meshfold.mesh.recording import at_step
 if TYPE_CHECKING:
     from meshfold.engine.batches.batch import Batch
     from meshfold.engine.batches.sharding import Shares
+    from meshfold.engine.zero.captured_step import CapturedZeroSteps, CaptureReport
     from meshfold.zero_gemini import BackwardRole
 
 
@@ -54,7 +55,7 @@ class TrainStep:
         """
         self._model, self._world, self._states = built.part.model, built.world, built.states
         self.stages: PipelinedModel | None = built.part.pipelined
-        self._captured = built.captured
+        self._captured, self._captured_zero = built.captured, built.captured_zero
         self._torch_dropout = built.part.torch_dropout
         self._step_guard, self._saver = built.step_guard, saver
         self.forward = built.forward
@@ -142,6 +143,8 @@ class TrainStep:
             return self._through_stages(self.stages, work, shares, last=last, shown=shown)
         # If nothing else reads the gradients, the optimizer may step each one as soon as it is complete.
         kind: BackwardRole = "more" if not last else "last" if self.needs_all_gradients else "final"
+        if self._captured_zero is not None:
+            return self._in_segments(self._captured_zero, work, shares, kind, shown=shown, replays=replays)
         if self._captured is None or not replays:
             return self._eagerly(work, shares, kind, shown=shown)
         form = self._captured.form_to_replay(work)
@@ -154,6 +157,44 @@ class TrainStep:
             weight = self._in_step(share) * self.scaler.scale
             loss = self._captured.run(form, work, shares.count, weight, more=shown)
         return loss * share
+
+    def _in_segments(
+        self,
+        captured: CapturedZeroSteps,
+        work: Batch,
+        shares: Shares,
+        kind: BackwardRole,
+        *,
+        shown: bool,
+        replays: bool,
+    ) -> Tensor:
+        """Do the same under ``zero``, by a replay of graphs if it can be one."""
+        with captured.on_its_stream():
+            relieves = False
+            if replays and captured.replays(work, kind, first=not self.gradients.backwards):
+                try:
+                    self.gradients.begin()
+                    share = shares.weight()
+                    loss = captured.forward(work, shares.count, self._in_step(share) * self.scaler.scale)
+                    with self.gradients.taking(kind, shown=shown):
+                        captured.backward()
+                    return loss * share
+                except RuntimeError as error:
+                    self.gradients.break_off()
+                    if not captured.gives_up(error):
+                        raise
+                    relieves = self._states.can_relieve(error) and captured.may_relieve()
+                captured.recover()  # the error is gone, and with it the graph of autograd
+                if relieves:
+                    self._saver.before_change()
+                    self._states.relieve()
+            with captured.warming_up():
+                return self._eagerly(work, shares, kind, shown=shown)
+
+    @property
+    def capture(self) -> CaptureReport | None:
+        """What became of graphs under ``zero``; None if none were asked for."""
+        return None if self._captured_zero is None else self._captured_zero.report
 
     def _eagerly(self, work: Batch, shares: Shares, kind: BackwardRole, *, shown: bool) -> Tensor:
         while True:

@@ -25,6 +25,8 @@ from meshfold.zero_gemini.gemini import Gemini
 from meshfold.zero_gemini.memory.arena import Memory, MemoryTier
 from meshfold.zero_gemini.optimizer import Entry
 from meshfold.zero_gemini.optimizers import CPUAdam, HybridAdam
+from meshfold.zero_gemini.runtime.captured_moves import CapturedMoves
+from meshfold.zero_gemini.runtime.graph_segments import Segments, segments_on
 from meshfold.zero_gemini.sharded_init import ShardedInit
 
 moved.install()
@@ -43,6 +45,7 @@ __all__ = [
     "AutoPlacement",
     "BackwardRole",
     "CPUAdam",
+    "CapturedMoves",
     "Chunk",
     "ChunkError",
     "ChunkLayout",
@@ -60,6 +63,7 @@ __all__ = [
     "OutOfBudget",
     "ParameterBudget",
     "PlacementRule",
+    "Segments",
     "ShardedInit",
     "Shares",
     "carry_out",
@@ -67,5 +71,6 @@ __all__ = [
     "in_turn",
     "lay_out",
     "search_chunk_size",
+    "segments_on",
     "slot_alignment",
 ]

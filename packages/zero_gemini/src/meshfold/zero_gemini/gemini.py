@@ -34,7 +34,7 @@ Life of a chunk during a step:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -43,11 +43,15 @@ from torch import Tensor
 from meshfold.mesh import with_old_names
 from meshfold.zero_gemini.chunks.chunk import Chunk
 from meshfold.zero_gemini.chunks.fp8_gather import Operands
+from meshfold.zero_gemini.chunks.gradient import ChunkGradient
 from meshfold.zero_gemini.chunks.placement import ChunkPlacement, Move
 from meshfold.zero_gemini.chunks.states import BackwardRole
 from meshfold.zero_gemini.errors import ChunkError
 from meshfold.zero_gemini.norm import power_sum, total_norm
+from meshfold.zero_gemini.runtime.captured_moves import CapturedMoves
+from meshfold.zero_gemini.runtime.module_hooks import Runtime
 from meshfold.zero_gemini.sharded_model.chunked_model import ChunkedModel
+from meshfold.zero_gemini.sharded_model.reducer import GradientFlow
 
 
 @with_old_names(
@@ -265,6 +269,46 @@ class Gemini(ChunkedModel):
         self._flow.forget()
         self._scale, self._finished = 1.0, False
 
+    # -- a captured step ---------------------------------------------------------------------------------------
+
+    def why_not_captured(self) -> str:
+        """Return why forward and backward of a micro-step cannot be captured now, as a clause; empty if they can be."""
+        if any(chunk.group.size > 1 for chunk in self.chunks):
+            return "several ranks share its parameters, and collectives are not captured"
+        if any(chunk.travels_in_fp8 for chunk in self.chunks):
+            return "its parameters are gathered in fp8"
+        if self._runtime.gather_cache.most_bytes:
+            return "chunks stay gathered between two uses"
+        return ""
+
+    def begin_capture(self) -> None:
+        """Before the forward of a captured step: finish pending steps, and release all chunks that are not resident."""
+        self.flush()
+        self._runtime.rest()
+
+    @contextmanager
+    def capturing(self, capture: CapturedMoves) -> Iterator[None]:
+        """Context manager: capture the forward inside, or the backward, whose role is ``"last"``, with the moves of chunks."""
+        parts: list[Runtime | GradientFlow | ChunkGradient] = [self._runtime, self._flow, *self._gradients.values()]
+        for part in parts:
+            part.capture = capture
+        try:
+            with capture.capturing():
+                yield
+        finally:
+            for part in parts:
+                part.capture = None
+
+    def replay(self, capture: CapturedMoves, *, backward: bool) -> None:
+        """Run the captured forward again, or the backward, between ``begin`` and ``finish`` as an eager one."""
+        capture.replay(int(backward))
+        if backward:
+            self._flow.replayed()
+
+    def free_graphs_by(self, free: Callable[[], None] | None) -> None:
+        """Call ``free`` before any other forward of the model, and before chunks move: a captured step keeps its memory."""
+        self._runtime.needs_memory = free
+
     # -- what may happen on the way ----------------------------------------------------------------------------
 
     @property
@@ -325,6 +369,8 @@ class Gemini(ChunkedModel):
         They move one by one, so that memory does not run out on the way. A chunk that cannot be moved on
         one of the ranks stays where it was on all, and all raise.
         """
+        if self._runtime.needs_memory is not None:
+            self._runtime.needs_memory()
         self.flush()
         self.forget()
         self._runtime.rest()

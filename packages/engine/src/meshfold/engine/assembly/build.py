@@ -28,6 +28,8 @@ from meshfold.engine.sequence import split_sequence
 from meshfold.engine.sequence.checks import check_given
 from meshfold.engine.states.replicated import States
 from meshfold.engine.world import World, join_world, watch_over
+from meshfold.engine.zero.captured_step import CapturedZeroSteps
+from meshfold.engine.zero.states import ZeroStates
 from meshfold.kernels.fuse import FusedModel, fuse
 from meshfold.mesh import ParallelSpec
 from meshfold.mesh.watchdog import report_errors
@@ -55,6 +57,7 @@ class Built:
         forward: calls the model.
         model_state: of the whole model, as checkpoints have it.
         captured: captures and replays micro-steps; None if they are not captured.
+        captured_zero: the same under ``zero``.
     """
 
     world: World
@@ -69,6 +72,7 @@ class Built:
     forward: Forward
     model_state: ModelState
     captured: CapturedSteps | None
+    captured_zero: CapturedZeroSteps | None
 
 
 @report_errors  # outermost: errors are reported before the watchdog closes
@@ -169,8 +173,11 @@ def build(
         loss_fn=asked.loss_fn,
         logits=None if fused is None else fused.logits,
     )
-    captured = None
-    if asked.cuda_graph and states.reducer is not None:
+    captured = captured_zero = None
+    if asked.cuda_graph and isinstance(states, ZeroStates):
+        captured_zero = CapturedZeroSteps(forward, states, part.model, world.device, blocks)
+        opened.callback(captured_zero.close)
+    elif asked.cuda_graph and states.reducer is not None:
         captured = CapturedSteps(forward, states.reducer, part.model, world.device)
         opened.callback(captured.close)
     return Built(
@@ -186,4 +193,5 @@ def build(
         forward=forward,
         model_state=part.whole_state(states, world),
         captured=captured,
+        captured_zero=captured_zero,
     )

@@ -93,6 +93,7 @@ class Recomputed:
     Attributes:
         name: of the block.
         kept: whether its activations are kept; may change between a backward and the next forward.
+        draws: it may draw random numbers, which a repetition must draw again.
         watch: notified of every forward and of every repetition.
     """
 
@@ -109,7 +110,7 @@ class Recomputed:
         contexts: contexts around a forward, and around its repetition.
         more: called in a forward, makes another context inside those of its repetition.
         """
-        self.name, self.kept = name, False
+        self.name, self.kept, self.draws = name, False, True
         self.watch: LayerWatch | None = None
         self._block, self._contexts, self._more = block, contexts, more
         # block.compile() makes a callable that runs instead of forward.
@@ -144,7 +145,9 @@ class Recomputed:
             with around:
                 return self.forward(*args, **kwargs)
 
-        return checkpoint(run, *args, use_reentrant=False, context_fn=self._around, **kwargs)
+        return checkpoint(
+            run, *args, use_reentrant=False, context_fn=self._around, preserve_rng_state=self.draws, **kwargs
+        )
 
     def _around(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         first, *again = self._contexts()
@@ -223,6 +226,20 @@ class RecomputedBlocks:
         """Make these blocks keep their activations and all others recompute them; call it between a backward and a forward."""
         for name, wrapped in self._wrapped.items():
             wrapped.kept = name in names
+
+    @contextmanager
+    def without_random_numbers(self) -> Iterator[None]:
+        """Context manager of a forward and its backward in which no block draws random numbers.
+
+        Their generator's state is not saved then: a graph that is captured cannot contain that.
+        """
+        for wrapped in self._wrapped.values():
+            wrapped.draws = False
+        try:
+            yield
+        finally:
+            for wrapped in self._wrapped.values():
+                wrapped.draws = True
 
     @contextmanager
     def watched(self, watch: LayerWatch) -> Iterator[None]:

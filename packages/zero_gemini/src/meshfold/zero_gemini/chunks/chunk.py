@@ -199,6 +199,11 @@ class Chunk:
         return self._block.nbytes
 
     @property
+    def address(self) -> int:
+        """Address of the gathered tensor of a resident chunk; 0 of another, which has none while it is released."""
+        return self._whole.data_ptr() if self.resident else 0
+
+    @property
     def is_gathered(self) -> bool:
         """True if the gathered tensor exists, now or after ``wait``."""
         return self.state is not ChunkState.SHARDED and self.state is not ChunkState.STEP_PENDING
@@ -207,6 +212,21 @@ class Chunk:
     def is_gathering(self) -> bool:
         """True if an all-gather is under way."""
         return self.state is ChunkState.GATHERING
+
+    def allocate(self) -> Tensor:
+        """Give the gathered tensor of a released chunk its memory, which :meth:`gather` does otherwise; return it."""
+        self._block.restore()
+        return self._whole
+
+    def copy_shard(self, place: Tensor) -> torch.cuda.Event | None:
+        """Start copying the shard, after a pending step, to memory of the compute device; return the end of it (None: done).
+
+        For replays of a captured step of one rank, which read the parameters there; the chunk stays released.
+        """
+        self.wait_step()
+        with self.memory.waiting("parameters"), beside(self.device):
+            place.copy_(self.shard, non_blocking=True)
+            return mark(self.device)
 
     def gather(self, operands: Operands = Operands.BOTH) -> None:
         """Start the all-gather of the shards, unless it is done or under way. All ranks of the group must call.

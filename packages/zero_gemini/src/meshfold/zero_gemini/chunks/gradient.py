@@ -11,7 +11,8 @@ same collective calls. So missing gradients count as zero, and flags of the used
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -27,10 +28,18 @@ from meshfold.zero_gemini.memory.arena import Block, MemoryTier
 from meshfold.zero_gemini.memory.copies import Arrival, copy_to_host, fetch, stream_of
 
 
+class Capture(Protocol):
+    """Captures the step in which a gradient is complete (:mod:`meshfold.zero_gemini.runtime.captured_moves`)."""
+
+    def send(self, gradient: ChunkGradient, whole: Block) -> None:
+        """Send a complete gradient to its tier, now and in each replay."""
+
+
 class ChunkGradient:
     """Collects the gradients of one chunk.
 
     Attributes:
+        capture: captures this backward; None if it is not captured.
         state: of the gradients collected since the last ``clear``.
         tier: memory of the optimizer's state.
         shard: the sum over the group and over micro-steps of this rank's elements; None before it exists.
@@ -59,6 +68,7 @@ class ChunkGradient:
         wait_for_reader: returns once the optimizer has read the shard that it was lent (:meth:`lend`).
         """
         self.chunk, self.dtype, self.tier = chunk, dtype, tier
+        self.capture: Capture | None = None
         self._wants_every_time, self._measure = every_time, measure
         self._wait_for_reader = wait_for_reader
         self.state = GradState.EMPTY
@@ -247,7 +257,7 @@ class ChunkGradient:
     def offload(self) -> None:
         """Move the complete shard to its tier, if that is not the device."""
         if self._here is not None and self.tier != "device":
-            self._send(self._here)
+            self.send(self._here)
 
     def hand_out(self) -> Block | None:
         """Return the complete shard on the compute device, for the caller to free; None if it was offloaded: use ``shard`` then.
@@ -326,6 +336,8 @@ class ChunkGradient:
         ``squares``: of the sum alone.
         """
         tensor = arrived.tensor
+        if self.capture is not None and self.shard is not None:
+            raise ChunkError(f"{self._name} came twice in one backward, which cannot be captured")
         if self._here is not None:
             tensor.add_(self._here.tensor)
             self._here.free()
@@ -343,21 +355,47 @@ class ChunkGradient:
             self._to(GradState.REDUCED if self._answers[-1] else GradState.SETTLED)
             return
         self._to(GradState.REDUCED)
-        if self.tier != "device":
-            if self._kind == "last" and self.measured is None:
-                self.measured = self._measure(tensor, None)
-            self._send(arrived)
+        if self.tier != "device" and self._kind == "last" and self.measured is None:
+            self.measured = self._measure(tensor, None)
+        if self.capture is not None:
+            self.capture.send(self, arrived)
+        elif self.tier != "device":
+            self.send(arrived)
 
-    def _send(self, here: Block) -> None:
-        """Copy the shard to the host while the device computes."""
+    def take_replayed(self, whole: Tensor, used: Collection[int], measured: Tensor | None) -> torch.cuda.Event | None:
+        """Take the complete gradient of a replayed backward, the first since ``clear``, and send it to its tier.
+
+        Args:
+            whole: of a group of one rank, on the compute device. Its memory stays until the copy has ended.
+            used: indices of the parameters that have one.
+            measured: for the norm; None: it is not known.
+
+        Returns:
+            The end of the copy to the host, if there is one.
+        """
+        self._to(GradState.REDUCING)
+        self._kind = "last"
+        here = self._here = self.chunk.memory.count(whole, self._name)
+        self.shard, self.measured = whole, measured
+        self.used.update(used)
+        self.sums += 1
+        self._to(GradState.REDUCED)
+        return None if self.tier == "device" else self.send(here, lasts=True)
+
+    def send(self, here: Block, *, lasts: bool = False) -> torch.cuda.Event | None:
+        """Copy the complete shard to the host while the device computes; return the end of the copy (None: done).
+
+        ``lasts``: somebody else keeps its memory until then.
+        """
         with self.chunk.memory.waiting("a gradient's buffer on the host"):
             self._end_lending()
             self._arrive()
             if self._host is None:
                 self._host = self._allocate(here.tensor.numel(), self.tier)
-        self._sent = copy_to_host(here.tensor, self._host.tensor, self.chunk.device)
+        self._sent = copy_to_host(here.tensor, self._host.tensor, self.chunk.device, lasts=lasts)
         here.free()
         self._here, self.shard = None, self._host.tensor
+        return self._sent
 
     def _arrive(self) -> None:
         """Wait for the copy to the host."""

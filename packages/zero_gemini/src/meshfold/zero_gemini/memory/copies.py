@@ -61,10 +61,12 @@ class Arrival:
         return self.event is None or self.event.query()
 
 
-def copy_to_host(source: torch.Tensor, target: torch.Tensor, device: torch.device) -> torch.cuda.Event | None:
+def copy_to_host(
+    source: torch.Tensor, target: torch.Tensor, device: torch.device, *, lasts: bool = False
+) -> torch.cuda.Event | None:
     """Start copying a tensor of the device to the host, in parallel with compute; return what waits for it (None: done).
 
-    The source's memory may be released at once. Waiting does not use a core.
+    The source's memory may be released at once, unless ``lasts`` says that it stays until then. Waiting does not use a core.
     """
     arrived: torch.cuda.Event | None = None
     with beside(device):
@@ -72,7 +74,7 @@ def copy_to_host(source: torch.Tensor, target: torch.Tensor, device: torch.devic
         if device.type == "cuda":
             arrived = torch.cuda.Event(blocking=True)
             arrived.record()
-    if source.is_cuda:
+    if source.is_cuda and not lasts:
         source.record_stream(stream_of(device))
     return arrived
 

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from meshfold.zero_gemini.chunks.chunk import Chunk
 from meshfold.zero_gemini.chunks.fp8_gather import Operands
 from meshfold.zero_gemini.prefetch import reach
+from meshfold.zero_gemini.runtime.captured_moves import CapturedMoves
 from meshfold.zero_gemini.runtime.gather_cache import GatherCache
 from meshfold.zero_gemini.runtime.gradient_arrival import watch_inputs, watch_output
 from meshfold.zero_gemini.runtime.open_calls import OpenCalls, graph_task
@@ -35,6 +36,8 @@ class Runtime:
         order: names of the units entered by the last step that was trained, forward and backward.
         gather_cache: chooses the chunks that stay between two uses.
         is_quiet: hooks do nothing.
+        capture: captures what the hooks do; None if they only do it.
+        needs_memory: called before a forward of the model that is not captured; None: nothing.
     """
 
     def __init__(
@@ -78,6 +81,8 @@ class Runtime:
         self._unfinished: dict[Unit, None] = {}  # forwards left by an exception, as pipeline stages do
         self.gather_cache = GatherCache()
         self.is_quiet = False
+        self.capture: CapturedMoves | None = None
+        self.needs_memory: Callable[[], None] | None = None
         self._held: dict[Chunk, None] = {}  # gathered, or being gathered
         self._in_backward = False
         self.order: list[Unit] = []
@@ -154,6 +159,8 @@ class Runtime:
         self._recomputed.clear()
 
     def _release(self, chunks: Sequence[Chunk]) -> None:
+        if self.capture is not None:
+            self.capture.leave(chunks)
         for chunk in chunks:
             chunk.release()
             del self._held[chunk]
@@ -163,6 +170,8 @@ class Runtime:
     def _start(self, module: nn.Module, args: Any) -> None:
         if self.is_quiet:
             return
+        if self.needs_memory is not None and self.capture is None:
+            self.needs_memory()
         if self._check_forward is not None and graph_task() < 0:  # skipped for recomputation
             self._check_forward()
         if not self._in_backward:  # an earlier forward that raised may not have left its units
@@ -275,6 +284,9 @@ class Runtime:
         wanted = self._read((inside, self._reads[inside]) for inside in self._inside)
         ahead = self._read(self._next()) if self._expects(unit) else {}
         self._release(self._evicted(chunk for chunk in self._held if chunk not in wanted and chunk not in ahead))
+        if self.capture is not None:  # no step is pending now
+            self._held.update(dict.fromkeys(self.capture.enter(wanted, ahead, self._chunks[unit])))
+            return
         for chunk, read in wanted.items():
             if chunk.step_is_pending and chunk not in self._chunks[unit]:
                 continue  # stepped in this backward: no entered unit reads it again

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping
+from functools import partial
 from weakref import ref
 
 import torch
@@ -23,6 +24,7 @@ from meshfold.zero_gemini.group_flags import Flags
 from meshfold.zero_gemini.norm import total_norm
 from meshfold.zero_gemini.optimizer.early_steps import EarlySteps
 from meshfold.zero_gemini.optimizer.speculative_steps import SpeculativeSteps
+from meshfold.zero_gemini.runtime.captured_moves import CapturedMoves
 from meshfold.zero_gemini.runtime.module_hooks import Runtime
 from meshfold.zero_gemini.runtime.open_calls import OpenCalls
 
@@ -36,6 +38,7 @@ class GradientFlow:
     Attributes:
         takes: whether gradients that arrive now count; they are dropped while it is False.
         kind: role of the backward that runs or comes next.
+        capture: captures the backward that runs; None if it is not captured.
     """
 
     def __init__(
@@ -60,6 +63,7 @@ class GradientFlow:
         self._gradients, self._device, self._runtime, self._calls = gradients, device, runtime, calls
         self._early, self._speculative = early, speculative
         self.takes = True
+        self.capture: CapturedMoves | None = None
         self.kind: BackwardRole = "last"
         # In the order of their reduction. They are made one kind of parameter after the other (a dtype, experts): in that order the
         # head's gradient would stay whole until that of the first layer's experts has come.
@@ -170,10 +174,20 @@ class GradientFlow:
 
     def _collect(self, gradient: ChunkGradient) -> None:
         gradient.collect()
+        if self.capture is not None:
+            self.capture.note(partial(self._offer, gradient))
+        self._offer(gradient)
+
+    def _offer(self, gradient: ChunkGradient) -> None:
+        """Let the optimizer step with a complete gradient, if it does that in this backward."""
         if self.kind == "final" and self._early is not None:
             self._early.offer(gradient)
         elif (speculative := self._speculating) is not None:
             speculative.offer(gradient)
+
+    def replayed(self) -> None:
+        """A replay has handed on all gradients of a backward."""
+        self._came = True
 
     def _ended(self) -> None:
         self._copy_noted()

@@ -1,0 +1,326 @@
+"""Forward and backward under ``zero`` as CUDA graphs, cut where chunks are moved; replayed while nothing about the step changes.
+
+One form of batch is captured at a time, under one placement of chunks, since its activations keep their memory. The graphs are
+freed before anything else may need it: an eager step, another forward of the model, or a move of chunks. The next steps are
+captured anew. A step that cannot be captured runs as usual, and :class:`CaptureReport` says why.
+
+A micro-step is captured after another of the same form ran as usual under the same placement: kernels are compiled then, and the
+order of units is known. What is moved between graphs: :mod:`meshfold.zero_gemini.runtime.captured_moves`.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Hashable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+from weakref import WeakMethod
+
+import torch
+from torch import Tensor, nn
+
+from meshfold.engine.captured_step import Counted, Inputs, form_of
+from meshfold.engine.model.mask_choice import masks_by_shape
+from meshfold.zero_gemini import BackwardRole, CapturedMoves, segments_on
+
+if TYPE_CHECKING:
+    from meshfold.engine.batches.batch import Batch
+    from meshfold.engine.forward import Forward
+    from meshfold.engine.model.recompute import RecomputedBlocks
+    from meshfold.engine.zero.states import ZeroStates
+
+FEW_REPLAYS = 8
+"""Graphs that were freed after fewer replays than this were hardly worth their capture: the next ones come later."""
+MOST_WARM_UP = 64
+"""Most micro-steps of a form before it is captured again."""
+MOST_RELIEVED = 2
+"""How often a capture that runs out of memory makes room, until such steps run eagerly."""
+
+_WARMS_UP = "kernels and the order of moves are not known yet for this batch and placement"
+
+
+@dataclass(kw_only=True)
+class CaptureReport:
+    """What became of ``Engine(cuda_graph=True)`` under ``zero``.
+
+    Attributes:
+        captures: how often a micro-step was captured.
+        replays: micro-steps that were replayed.
+        graphs: graphs of the last captured micro-step.
+        why_eager: why the last micro-step ran without graphs; empty if it did not.
+    """
+
+    captures: int = 0
+    replays: int = 0
+    graphs: int = 0
+    why_eager: str = "no step was made yet"
+
+
+class CapturedZeroSteps:
+    """Graphs of the micro-steps of a model in chunks.
+
+    Attributes:
+        report: for the user.
+    """
+
+    def __init__(
+        self,
+        forward: Forward,
+        states: ZeroStates,
+        model: nn.Module,
+        device: torch.device,
+        blocks: RecomputedBlocks | None,
+    ) -> None:
+        """Args:
+        forward: calls the model.
+        states: have its chunks.
+        model: whose micro-steps are captured.
+        device: where they run.
+        blocks: those that recompute; None if none does.
+        """
+        self._forward, self._states, self._model = forward, states, model
+        self._device, self._blocks = device, blocks
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._key: Hashable = None
+        self._warm, self._wanted = 0, 1  # micro-steps of this key since the last change, and before a capture
+        self._failed: dict[Hashable, str] = {}
+        self._relieved = 0
+        self._draws = False  # the model draws random numbers
+        self._capturing: _Step | None = None
+        self._step: _Step | None = None
+        self._replays = 0  # of the step that is captured
+        self._said: set[str] = set()
+        self.report = CaptureReport()
+        free = WeakMethod(self.free)
+
+        def freed() -> None:
+            if (call := free()) is not None:
+                call()
+
+        states.gemini.free_graphs_by(freed)
+
+    @contextmanager
+    def on_its_stream(self) -> Iterator[None]:
+        """Context manager of a micro-step: on the stream of the graphs."""
+        if self._stream is None:
+            yield
+            return
+        outer = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(outer)
+        try:
+            with torch.cuda.stream(self._stream):
+                yield
+        finally:
+            outer.wait_stream(self._stream)
+
+    @contextmanager
+    def warming_up(self) -> Iterator[None]:
+        """Context manager of a micro-step that runs eagerly."""
+        before = self._random_state()
+        with masks_by_shape():
+            yield
+        self._draws |= not torch.equal(before, self._random_state())
+        self._warm += 1
+
+    def replays(self, work: Batch, kind: BackwardRole, *, first: bool) -> bool:
+        """Return True if this micro-step is replayed or captured; ``report`` says why not.
+
+        Args:
+            work: the batch, on the device.
+            kind: role of its backward.
+            first: it is the first of its optimizer step.
+        """
+        key = self._key_of(work)
+        if key != self._key:
+            self._free(wasted=self._key is not None and self._placement(key) == self._placement(self._key))
+            self._key, self._warm = key, 0
+        why = self._why_not(kind, first)
+        if not why and self._step is None:
+            segments = segments_on(self._device)
+            if segments is None:
+                why = "a CPU has no CUDA graphs"
+            else:
+                self._capturing = _Step(CapturedMoves(segments))
+        self._say(why)
+        return not why
+
+    def forward(self, work: Batch, count: Tensor, weight: Tensor) -> Tensor:
+        """Run the forward; its backward is next.
+
+        Args:
+            work: the batch, on the device.
+            count: its targets that count: a scalar.
+            weight: factor of the micro-step's mean loss before backward: a scalar float64.
+
+        Returns:
+            The mean loss of the batch: a scalar float64.
+        """
+        if self._capturing is not None:
+            return self._capture_forward(self._capturing, work, count, weight)
+        step = self._step
+        assert step is not None and step.inputs is not None and step.loss is not None  # ``replays`` was True
+        step.inputs.fill(work, count, weight)
+        with self._freed_on_error():
+            self._states.gemini.replay(step.moves, backward=False)
+        return step.loss.clone()
+
+    def backward(self) -> None:
+        """Run the backward, inside ``States.backward``."""
+        step = self._capturing
+        if step is None:
+            assert self._step is not None  # the forward was replayed
+            with self._freed_on_error():
+                self._states.gemini.replay(self._step.moves, backward=True)
+            self._replays += 1
+            self.report.replays += 1
+            return
+        share, step.share = step.share, None
+        assert share is not None  # the forward was captured
+        with self._captures(step):
+            share.backward()
+        self._step, self._capturing, self._replays = step, None, 0
+        self.report.captures += 1
+        self.report.graphs = step.moves.segments
+
+    def gives_up(self, error: RuntimeError) -> bool:
+        """Return True if an error came while a micro-step was captured, which can run eagerly then; say so."""
+        if self._capturing is None:
+            return False
+        self._capturing = None
+        self._failed[self._key] = f"it cannot be captured: {str(error).strip().splitlines()[0]}"
+        return True
+
+    def may_relieve(self) -> bool:
+        """Return True if room may be made for a capture that ran out of memory, and it be tried again."""
+        self._relieved += 1
+        return self._relieved <= MOST_RELIEVED
+
+    def recover(self) -> None:
+        """After :meth:`gives_up`, when the error is gone: forget the micro-step."""
+        self._states.gemini.abandon()
+        self._empty_cache()
+        self._say(self._failed.get(self._key, ""))
+
+    def free(self) -> None:
+        """Free the graphs with their memory; the next steps are captured anew."""
+        self._free(wasted=True)
+
+    def close(self) -> None:
+        """Free the graphs, and capture no more."""
+        self._free(wasted=False)
+        self._states.gemini.free_graphs_by(None)
+
+    # -- within -------------------------------------------------------------------------------------------------
+
+    def _capture_forward(self, step: _Step, work: Batch, count: Tensor, weight: Tensor) -> Tensor:
+        step.inputs = inputs = Inputs.like(work, count, weight)
+        self._states.gemini.begin_capture()
+        with self._captures(step):
+            loss = self._forward.loss(inputs.work, Counted(inputs.count))
+            step.share, step.loss = loss * inputs.weight, loss.detach()
+        return step.loss.clone()
+
+    @contextmanager
+    def _captures(self, step: _Step) -> Iterator[None]:
+        with ExitStack() as inside:
+            inside.enter_context(masks_by_shape())
+            # A graph is begun and ended by one thread, and hooks of a backward do both.
+            inside.enter_context(torch.autograd.set_multithreading_enabled(False))
+            if self._blocks is not None:
+                inside.enter_context(self._blocks.without_random_numbers())
+            inside.enter_context(self._states.gemini.capturing(step.moves))
+            yield
+
+    @contextmanager
+    def _freed_on_error(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self._free(wasted=False)  # it stopped in the middle
+            raise
+
+    def _why_not(self, kind: BackwardRole, first: bool) -> str:
+        """Return why this micro-step runs eagerly, as a clause; empty if it need not."""
+        if kind == "final":
+            return (
+                "chunks are stepped while backward runs, because nothing is asked of all gradients together: with "
+                "clip_grad_norm the step can be captured"
+            )
+        if kind != "last" or not first:
+            return "gradients are accumulated over several backwards: set gradient_accumulation=1"
+        if why := self._states.gemini.why_not_captured():
+            return why
+        if self._draws:
+            return "the model draws random numbers, and a repeated forward could not draw them again"
+        if self._key in self._failed:
+            return self._failed[self._key]
+        if self._states.residency.is_watching:
+            return "the first steps are traced for the plan"
+        return _WARMS_UP if self._step is None and self._warm < self._wanted else ""
+
+    def _key_of(self, work: Batch) -> Hashable:
+        """Return what the graphs depend on: the placement of chunks, and the form of a batch."""
+        states, gemini = self._states, self._states.gemini
+        placement = (
+            states.residency.moves,
+            () if self._blocks is None else self._blocks.kept,
+            tuple((each.parameters, each.state) for each in gemini.placements.values()),
+            tuple(chunk.address for chunk in gemini.chunks),
+        )
+        mine = (
+            tuple(buffer.data_ptr() for buffer in self._model.buffers()),
+            tuple(parameter.requires_grad for parameter in self._model.parameters()),
+        )
+        return placement, form_of(work, self._model), mine
+
+    @staticmethod
+    def _placement(key: Hashable) -> Hashable:
+        return key[0] if isinstance(key, tuple) else None
+
+    def _free(self, *, wasted: bool) -> None:
+        """Free the graphs; ``wasted``: something else than a plan makes that necessary."""
+        step, self._step = self._step, None
+        if step is None:
+            return
+        if wasted:
+            self._wanted = min(MOST_WARM_UP, 2 * self._wanted) if self._replays < FEW_REPLAYS else 1
+        self._warm = 0
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)  # copies of gradients may still read its memory
+        del step
+        self._empty_cache()
+
+    def _empty_cache(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _random_state(self) -> Tensor:
+        return torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else torch.get_rng_state()
+
+    def _say(self, why: str) -> None:
+        """Report why a micro-step runs eagerly; warn of what the user can change, once."""
+        self.report.why_eager = why
+        passes = not why or why == _WARMS_UP or self._states.residency.is_watching or self._stream is None
+        if passes or why in self._said:
+            return
+        self._said.add(why)
+        warnings.warn(f"cuda_graph=True: steps run without graphs now: {why}", stacklevel=6)
+
+
+@dataclass(eq=False)
+class _Step:
+    """A captured micro-step.
+
+    Attributes:
+        moves: its graphs, and the moves between them.
+        inputs: what the graphs read.
+        loss: what the forward writes.
+        share: whose backward is still to be captured.
+    """
+
+    moves: CapturedMoves
+    inputs: Inputs | None = None
+    loss: Tensor | None = None
+    share: Tensor | None = None
+

@@ -1,0 +1,257 @@
+"""A captured step: compute in graph segments, and between them the moves of chunks, which each replay makes anew.
+
+While a step is captured, hooks run as in any step. Where one of them gathers a chunk, waits for one or sends a gradient to the host,
+the segment ends, the move is made, and a function that makes it again is noted. A replay runs segments and noted functions in this
+order, without hooks and without autograd. Copies and the host's optimizer stay outside of graphs, so they overlap with compute as in
+an eager step: a move still waits for its chunk's optimizer step, and a gradient's step may begin once its copy is queued.
+
+Memory comes from the pool of the segments, also that of gathered chunks and of gradients. So every move has the same addresses in
+each replay. The order of waits is that of the captured step too: memory is used again only after the same events.
+
+Only for a single rank: collectives are not captured.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from meshfold.zero_gemini.chunks.chunk import Chunk
+from meshfold.zero_gemini.chunks.fp8_gather import Operands
+from meshfold.zero_gemini.chunks.gradient import ChunkGradient
+from meshfold.zero_gemini.memory.arena import Block
+from meshfold.zero_gemini.memory.copies import queue_behind
+from meshfold.zero_gemini.runtime.graph_segments import Segments
+
+Work = Callable[[], None]
+Move = tuple[Work, Work]
+"""What makes a move now, and what makes it in a replay."""
+
+SENT_AT_A_TIME = 2
+"""Gradients whose memory is kept while they are copied to the host. Compute waits for the oldest copy before another is sent."""
+
+
+class CapturedMoves:
+    """Forward and backward of a step, captured once, then replayed."""
+
+    def __init__(self, segments: Segments) -> None:
+        """Args:
+        segments: captures the compute between moves.
+        """
+        self._segments = segments
+        self._parts: list[list[Work]] = []
+        self._visits: dict[Chunk, _Visit] = {}  # chunks on the device now, or on their way
+        self._residents: set[Chunk] = set()  # resident chunks whose pending step was waited for
+        self._early: set[Chunk] = set()  # resident chunks whose step was asked about ahead
+        self._sent: deque[_Sent] = deque()
+        self._is_open = False
+        self.segments = 0
+
+    # -- capturing ----------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def capturing(self) -> Iterator[None]:
+        """Context manager: capture the next part of the step while it runs: its forward, then its backward."""
+        self._parts.append([])
+        self._open()
+        try:
+            yield
+            self._close()
+            self._wait_for_sent(0)
+        except BaseException:
+            if self._is_open:
+                self._is_open = False
+                self._segments.break_off()
+            raise
+
+    def between(self, moves: Sequence[Move]) -> None:
+        """End the segment, make moves, and begin the next segment."""
+        if not moves:
+            return
+        self._close()
+        for now, again in moves:
+            now()
+            self._parts[-1].append(again)
+        self._open()
+
+    def note(self, again: Work) -> None:
+        """Note what each replay does on the host where the current segment begins; the captured step has done it."""
+        self._parts[-1].append(again)
+
+    def _open(self) -> None:
+        self._segments.begin()
+        self._is_open = True
+
+    def _close(self) -> None:
+        self._is_open = False
+        self._parts[-1].append(self._segments.end())
+        self.segments += 1
+
+    # -- moves ----------------------------------------------------------------------------------------------------
+
+    def enter(
+        self, wanted: Mapping[Chunk, Operands], ahead: Mapping[Chunk, Operands], waited: Iterable[Chunk]
+    ) -> list[Chunk]:
+        """Gather the chunks that entered units read, start to gather others ahead, and wait for those that one unit reads.
+
+        Returns:
+            All that are gathered or on their way.
+        """
+        moves: list[Move] = []
+        for chunk, read in wanted.items():
+            moves += self._gather(chunk, read, ahead=False)
+        for chunk, read in ahead.items():
+            moves += self._gather(chunk, read, ahead=True)
+        for chunk in waited:
+            moves += self._wait(chunk)
+        self.between(moves)
+        return [*wanted, *ahead]
+
+    def leave(self, chunks: Iterable[Chunk]) -> None:
+        """Before chunks are released: wait for those that are still on their way."""
+        chunks = [*chunks]
+        self.between([move for chunk in chunks if chunk.is_gathering for move in self._wait(chunk)])
+        for chunk in chunks:
+            self._visits.pop(chunk, None)
+
+    def send(self, gradient: ChunkGradient, whole: Block) -> None:
+        """Hand a chunk's complete gradient on: to the host if its tier is there, now and in each replay."""
+        stays = gradient.tier == "device"
+        sent = _Sent(
+            gradient,
+            whole.tensor if stays else self._segments.alias(whole.tensor),
+            frozenset(gradient.used),
+            gradient.measured,
+            None if stays else whole.tensor,
+        )
+        if stays:
+            self.note(sent.send_again)
+            return
+        self._wait_for_sent(SENT_AT_A_TIME - 1, then=[(partial(sent.send, whole), sent.send_again)])
+        self._sent.append(sent)
+
+    def _gather(self, chunk: Chunk, read: Operands, *, ahead: bool) -> Iterator[Move]:
+        if chunk.resident:
+            yield from self._gather_resident(chunk, read, ahead=ahead)
+        elif not chunk.is_gathered:
+            visit = self._visits[chunk] = _Visit(chunk, self._segments.alias(chunk.allocate()))
+            yield partial(chunk.gather, read), visit.start_early if ahead else visit.start
+
+    def _gather_resident(self, chunk: Chunk, read: Operands, *, ahead: bool) -> Iterator[Move]:
+        """A resident chunk stays, but new parameters may come to it from the host, at its first use in a step."""
+        if chunk in self._residents or (ahead and chunk in self._early):
+            return
+        self._early.add(chunk)
+
+        def start_early() -> None:
+            if chunk.can_gather_early:
+                chunk.gather(read)
+
+        def gather() -> None:
+            chunk.gather(read)
+            chunk.wait()
+
+        if ahead:
+            yield start_early, start_early
+        else:
+            self._residents.add(chunk)
+            yield gather, gather
+
+    def _wait(self, chunk: Chunk) -> Iterator[Move]:
+        visit = self._visits.get(chunk)
+        if visit is not None and not visit.is_waited_for:
+            visit.is_waited_for = True
+            yield chunk.wait, visit.wait
+
+    def _wait_for_sent(self, most: int, then: Sequence[Move] = ()) -> None:
+        """Let compute wait for the oldest copies of gradients, until there are no more than ``most``; then make other moves."""
+        done = [self._sent.popleft() for _ in range(len(self._sent) - most)]
+        moves = [*((sent.wait, sent.wait) for sent in done), *then]
+        if self._is_open:
+            self.between(moves)
+        else:
+            for now, again in moves:
+                now()
+                self._parts[-1].append(again)
+        for sent in done:
+            sent.held = None  # the pool has its memory again
+
+    # -- replaying ------------------------------------------------------------------------------------------------
+
+    def replay(self, part: int) -> None:
+        """Run a part of the step again: 0 is its forward, 1 its backward."""
+        for work in self._parts[part]:
+            work()
+
+
+@dataclass(eq=False)
+class _Visit:
+    """A stay of a chunk on the device, from its gather to its release.
+
+    Attributes:
+        chunk: which.
+        place: where the graphs read it.
+        is_waited_for: a segment after this one may read it.
+    """
+
+    chunk: Chunk
+    place: Tensor
+    is_waited_for: bool = False
+    _arrived: torch.cuda.Event | None = None
+    _is_started: bool = False
+
+    def start(self) -> None:
+        """Start to copy the shard, after its pending step."""
+        if not self._is_started:
+            self._arrived = self.chunk.copy_shard(self.place)
+            self._is_started = True
+
+    def start_early(self) -> None:
+        """Start, unless that waits for the optimizer, which would delay the unit before."""
+        if self.chunk.can_gather_early:
+            self.start()
+
+    def wait(self) -> None:
+        """Let compute wait for the copy."""
+        self.start()
+        with self.chunk.memory.waiting("parameters"):
+            queue_behind(self._arrived, self.chunk.device)
+        self._is_started = False
+
+
+@dataclass(eq=False)
+class _Sent:
+    """A chunk's gradient as backward leaves it.
+
+    Attributes:
+        gradient: whose.
+        whole: where the graphs write it; a gradient that stays on the device keeps this memory.
+        used: indices of the parameters that have one.
+        measured: for the norm; the graphs write it too.
+        held: keeps the memory while it is copied in the captured step.
+    """
+
+    gradient: ChunkGradient
+    whole: Tensor
+    used: frozenset[int]
+    measured: Tensor | None
+    held: Tensor | None
+    _arrived: torch.cuda.Event | None = None
+
+    def send(self, block: Block) -> None:
+        """Send it to the host in the captured step."""
+        self._arrived = self.gradient.send(block, lasts=True)
+
+    def send_again(self) -> None:
+        """Let a replay hand it on."""
+        self._arrived = self.gradient.take_replayed(self.whole, self.used, self.measured)
+
+    def wait(self) -> None:
+        """Let compute wait for the copy: its memory is used again."""
+        queue_behind(self._arrived, self.gradient.chunk.device)

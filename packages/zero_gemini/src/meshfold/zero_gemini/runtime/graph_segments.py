@@ -1,0 +1,88 @@
+"""CUDA graphs of a step in segments, all in one pool of memory: between two segments the host may wait and queue copies.
+
+A graph cannot wait for the host, and the host's optimizer has new parameters only when they are needed. So a captured step is not
+one graph. It is cut where chunks are moved.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import warnings
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class Segments(Protocol):
+    """Captures pieces of a step, one after the other, while they are run."""
+
+    def begin(self) -> None:
+        """Start to capture a segment on the current stream."""
+
+    def end(self) -> Callable[[], None]:
+        """End the segment that was begun, which has run once after this call. Return the function that runs it again."""
+
+    def break_off(self) -> None:
+        """After an error: end a segment that was begun, without running it."""
+
+    def alias(self, tensor: Tensor) -> Tensor:
+        """Return a tensor at the same address that does not keep the memory: a later part of the step may use it too."""
+
+
+class CudaSegments:
+    """Segments as CUDA graphs (:class:`Segments`).
+
+    All of them allocate in one pool. What a segment frees a later one may take, so they must be run in the order in which they were
+    captured, on one stream. A captured segment has not run: it is launched at once, so that what comes after it sees its results.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        """Free cached memory of a GPU for the pool.
+
+        Args:
+            device: the GPU.
+        """
+        self._device = device
+        self._open: torch.cuda.CUDAGraph | None = None
+        torch.cuda.synchronize(device)
+        gc.collect()  # no tensor of an earlier step may be freed while a graph is captured
+        torch.cuda.empty_cache()
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def begin(self) -> None:
+        graph = torch.cuda.CUDAGraph()
+        # Other threads step chunks and save checkpoints meanwhile.
+        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        self._open = graph
+
+    def end(self) -> Callable[[], None]:
+        graph, self._open = self._open, None
+        assert graph is not None  # begun before
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="The CUDA Graph is empty")  # two moves without compute between
+            graph.capture_end()
+        graph.replay()
+        return graph.replay
+
+    def break_off(self) -> None:
+        graph, self._open = self._open, None
+        if graph is not None:
+            with contextlib.suppress(RuntimeError):  # the error that broke it off is reported
+                graph.capture_end()
+
+    def alias(self, tensor: Tensor) -> Tensor:
+        # As torch._inductor.cudagraph_trees does for the outputs of its graphs.
+        storage = tensor.untyped_storage()
+        memory = torch._C._construct_storage_from_data_pointer(  # type: ignore[attr-defined]
+            storage.data_ptr(), tensor.device, storage.nbytes()
+        )
+        there = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        return there.set_(memory, tensor.storage_offset(), tensor.shape, tensor.stride())
+
+
+def segments_on(device: torch.device) -> Segments | None:
+    """Return what captures segments on a device; None on a CPU, which has no graphs."""
+    return CudaSegments(device) if device.type == "cuda" else None
