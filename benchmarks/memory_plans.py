@@ -44,6 +44,7 @@ def _plan_of(engine: Any, *, retries_before: int) -> dict[str, Any]:
         chunks=[(chunk.name, chunk.parameters, chunk.state) for chunk in plan.chunks],
         kept=[layer.name for layer in plan.layers if layer.kept],
         strategy=plan.strategy,
+        capture=None if engine.capture is None else asdict(engine.capture),
     )
     if torch.cuda.is_available():
         statistics = torch.cuda.memory_stats()

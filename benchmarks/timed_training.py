@@ -123,6 +123,8 @@ def train(job: dict[str, Any], contestant: Callable[[dict[str, Any]], Step]) -> 
         seconds.append(timed())
         last = time.time()
         peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
+        if job.get("captured"):  # under a plan the peak starts again with each step, and a replay allocates nothing
+            peak = max(peak, ((said().get("measured") or {}).get("gpu_bytes", 0)))
         if is_long:
             found(peak)
     if torch.distributed.is_initialized():

@@ -64,7 +64,7 @@ UNETS = (
     "diffusers, compiled",
 )
 SHARDED = ("ours", "ours, compiled", "ours, kept whole, compiled", "FSDP2", "FSDP2, compiled")
-CAPPED = ("ours", "ours, compiled")
+CAPPED = ("ours", "ours, compiled", "ours, compiled, captured")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,7 @@
 """Stand-in for CUDA graphs on a CPU: a segment is the list of its operators, which a replay runs again into the same tensors.
 
-As under a graph, a replay runs no Python of the model and of hooks, and reads and writes the tensors of the captured step. Its tensors
-are all kept, so two that share memory under a graph do not share it here.
+As under a graph, a replay runs no Python of the model and of hooks, and reads and writes the tensors of the captured step. Its
+tensors are all kept, so two that share memory under a graph do not share it here.
 """
 
 from __future__ import annotations

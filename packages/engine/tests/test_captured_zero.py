@@ -7,22 +7,27 @@ from __future__ import annotations
 
 import gc
 import math
-import warnings
+import sys
+import weakref
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from packages.engine.tests.recorded_segments import RecordedSegments, recorded
 from torch import Tensor, nn
 
 from meshfold.engine import Engine
-from meshfold.engine.zero.captured_step import CaptureReport
-from meshfold.mesh import SpecError
+from meshfold.engine.zero.captured_step import CapturedZeroSteps, CaptureReport
 from meshfold.models import GPT, GPTConfig
 from meshfold.zero_gemini import ChunkPlacement
+from meshfold.zero_gemini.chunks.chunk import Chunk
 from meshfold.zero_gemini.sharded_model import chunked_model
 from meshfold.zero_gemini.sharded_model.build import lay_out_parameters
+
+sys.path.append(str(Path(__file__).parent))  # for the helper beside this file
+from recorded_segments import recorded
 
 WORDS, LENGTH = 48, 16
 HOST = dict(zero=dict(stage=3, placement="cpu"))
@@ -74,35 +79,261 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chunked_model, "lay_out_parameters", laid_out)
 
 
-def run(
-    work: list[Any], *, cuda_graph: bool, spreads: bool = False, speculative: bool = False, **settings: Any
-) -> tuple[list[float], list[Tensor], CaptureReport | None]:
-    """Losses and norms of a run, its weights, and what was captured."""
-    with engine_of(gpt(), cuda_graph=cuda_graph, **settings) as engine:
+def train(engine: Engine, work: list[Any]) -> list[float]:
+    """Losses and norms of some steps."""
+    found = []
+    for batch in work:
+        found.append(engine.train_step(batch))
+        assert engine.last is not None
+        found.append(engine.last.grad_norm or 0.0)
+    return found
+
+
+def weights_of(engine: Engine) -> list[Tensor]:
+    return [value.clone() for value in engine.full_state_dict().values()]
+
+
+def report_of(engine: Engine) -> CaptureReport:
+    assert engine.capture is not None
+    return engine.capture
+
+
+def twice(
+    monkeypatch: pytest.MonkeyPatch, use: Callable[[Engine], list[float]], **settings: Any
+) -> tuple[CaptureReport, int]:
+    """Use an engine whose steps are replayed and one whose are not: losses, norms and weights are equal to the bit.
+
+    Returns:
+        What was captured, and how often it began.
+    """
+    results = []
+    with recorded(monkeypatch) as made:
+        for cuda_graph in (False, True):
+            with engine_of(gpt(), cuda_graph=cuda_graph, **settings) as engine:
+                found = use(engine)
+                results.append((found, weights_of(engine), engine.capture))
+    (losses, weights, none), (replayed, others, report) = results
+    assert losses == replayed and not any(map(math.isnan, losses))
+    assert all(map(torch.equal, weights, others))
+    assert none is None and report is not None
+    return report, len(made)
+
+
+@pytest.mark.parametrize(
+    ("precision", "spreads"),
+    [("fp32", True), *(pytest.param(*case, marks=pytest.mark.slow) for case in (("fp32", False), ("fp64", True)))],
+)
+def test_replays_train_as_eager_steps(monkeypatch: pytest.MonkeyPatch, precision: str, spreads: bool) -> None:
+    """Chunks on the host, on the device, and with only their state on the host; targets that do not count."""
+
+    def use(engine: Engine) -> list[float]:
         if spreads:
             spread(engine)
-        if speculative:
-            assert engine.states.gemini.step_speculatively(True)
+        return train(engine, batches(6))
+
+    report, began = twice(monkeypatch, use, precision=precision)
+    assert (report.captures, report.replays, report.why_eager, began) == (1, 4, "", 1)
+    assert report.graphs > 8
+
+
+def test_blocks_that_recompute_and_speculative_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host steps into a second copy while backward goes on, from gradients that replays send; blocks repeat their forward."""
+    speculated = []
+
+    def use(engine: Engine) -> list[float]:
+        assert engine.states.gemini.step_speculatively(True)
+        found = train(engine, batches(7))
+        speculated.append(engine.states.gemini._speculative.are_made)  # type: ignore[union-attr]
+        return found
+
+    report, _ = twice(monkeypatch, use, recompute="blocks", clip_grad_norm=1e3)
+    assert (report.captures, report.replays) == (1, 5) and speculated == [True, True]
+
+
+def test_what_frees_the_graphs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Evaluation, a batch of another shape, chunks that move, and a checkpoint that is loaded, between replays."""
+    seen = []
+
+    def use(engine: Engine) -> list[float]:
+        def steps(count: int, **form: int) -> None:
+            nonlocal found
+            found += train(engine, batches(count, **form))
+            if engine.capture is not None:
+                seen.append((engine.capture.captures, engine.capture.replays))
+
+        found: list[float] = []
+        steps(4)
+        engine.save(tmp_path / f"saved-{len(seen)}")
+        found.append(engine.eval_step(batches(1, length=5)[0]))  # frees them, after few replays: waits longer
+        steps(4)
+        steps(1, length=6)  # again
+        steps(6)
+        spread(engine)  # a plan's moves do not count
+        steps(6)
+        engine.load(sorted(tmp_path.iterdir())[-1])  # the same addresses
+        steps(2)
+        return found
+
+    report, _ = twice(monkeypatch, use)
+    # 1 eager and 1 captured step; then 2 and 1; then (after one of another shape) 4 and 1; then 1 and 1 under new placements.
+    assert seen == [(1, 2), (2, 3), (2, 3), (3, 4), (4, 8), (4, 10)]
+    assert report.why_eager == ""
+
+
+def test_moves_have_the_same_addresses_in_each_replay(monkeypatch: pytest.MonkeyPatch) -> None:
+    moved: list[tuple[str, int]] = []
+    copy = Chunk.copy_shard
+
+    def noted(chunk: Chunk, place: Tensor) -> Any:
+        moved.append((repr(chunk), place.data_ptr()))
+        return copy(chunk, place)
+
+    monkeypatch.setattr(Chunk, "copy_shard", noted)
+    with recorded(monkeypatch), engine_of(gpt(), cuda_graph=True) as engine:
+        runs = []
+        for batch in batches(5):
+            engine.train_step(batch)
+            runs.append([*moved])
+            moved.clear()
+        chunks = len(engine.states.gemini.chunks)
+    assert not runs[0] and not runs[1]  # eager and captured: chunks themselves are gathered
+    # Which of two chunks goes first depends on the host's optimizer.
+    assert sorted(runs[2]) == sorted(runs[3]) == sorted(runs[4])
+    assert chunks > 4 and max(Counter(runs[2]).values()) <= 3  # the first and the last one are used in several places
+
+
+def test_a_loss_that_is_not_finite_is_searched_eagerly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The search repeats the step with its hooks, without graphs; the step is skipped, and later ones are captured again."""
+
+    def loss(output: Any, batch: Any) -> Tensor:
+        found: Tensor = output.logits.square().mean() * batch["factor"]
+        return found
+
+    loss.batch_fields = ("factor",)  # type: ignore[attr-defined]
+
+    def use(engine: Engine) -> list[float]:
         found = []
-        for batch in work:
-            found.append(engine.train_step(batch))
-            assert engine.last is not None
-            found.append(engine.last.grad_norm or 0.0)
-        weights = [value.clone() for value in engine.full_state_dict().values()]
-        return found, weights, engine.capture
+        for number, batch in enumerate(batches(8)):
+            factor = torch.tensor(math.inf if number == 3 else 1.0)
+            engine.train_step(dict(input_ids=batch["input_ids"], factor=factor))
+            found.append(float(engine.skipped_steps))
+        return found
+
+    report, _ = twice(monkeypatch, use, nonfinite="skip", loss_fn=loss)
+    assert (report.captures, report.replays) == (2, 4)
 
 
-@pytest.mark.parametrize("spreads", [False, True])
-@pytest.mark.parametrize("precision", ["fp64", "fp32"])
-def test_replays_train_as_eager_steps(monkeypatch: pytest.MonkeyPatch, precision: str, spreads: bool) -> None:
-    """Losses, norms and weights to the bit, for chunks on the host, on the device, and with only their state on the host."""
-    work = batches(7)
-    settings: dict[str, Any] = dict(precision=precision, spreads=spreads)
-    with recorded(monkeypatch) as made:
-        captured = run(work, cuda_graph=True, **settings)
-        eager = run(work, cuda_graph=False, **settings)
-    assert captured[0] == eager[0] and not any(map(math.isnan, captured[0]))
-    assert all(map(torch.equal, captured[1], eager[1]))
-    report = captured[2]
-    assert report is not None and (report.captures, report.replays, report.why_eager) == (1, 5, "")
-    assert report.graphs > 8 and len(made) == 1 and eager[2] is None
+class Waiting(nn.Module):
+    """Looks at a value in its forward."""
+
+    def __init__(self, draws: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.draws = nn.Linear(8, 64), nn.Linear(64, 8), draws
+        self.drawn = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.draws:
+            self.drawn += 1
+            return self.second(self.first(x + 0.0 * torch.rand_like(x)))  # type: ignore[no-any-return]
+        return self.second(self.first(x)) * (1.0 if float(x.sum()) > 1e9 else 2.0)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("draws", "settings", "why"),
+    [
+        (False, dict(), "it cannot be captured: operation not permitted when stream is capturing"),
+        (True, dict(), "the model draws random numbers"),
+        (True, dict(clip_grad_norm=None), "chunks are stepped while backward runs"),
+        (True, dict(gradient_accumulation=2), "gradients are accumulated over several backwards"),
+    ],
+)
+def test_steps_that_cannot_be_captured_run_eagerly(
+    monkeypatch: pytest.MonkeyPatch, draws: bool, settings: dict[str, Any], why: str
+) -> None:
+    results = []
+    work = (torch.ones(2, 8), torch.ones(2, 8))
+    for cuda_graph in (False, True):
+        model = Waiting(draws)
+        # The state of a GPU's generator; the engine keeps a CPU's as it was.
+        monkeypatch.setattr(CapturedZeroSteps, "_random_state", lambda steps, model=model: torch.tensor(model.drawn))
+        with (
+            recorded(monkeypatch),
+            engine_of(
+                model,
+                loss_fn=lambda output, batch: (output - batch[1]).square().mean(),
+                cuda_graph=cuda_graph,
+                **settings,
+            ) as engine,
+        ):
+            results.append([engine.train_step(work) for _ in range(6)])
+            if cuda_graph:
+                report = report_of(engine)
+                assert report.replays == 0 and report.why_eager.startswith(why)
+    assert results[0] == results[1]
+
+
+def test_a_step_without_a_plan_on_a_cpu_says_so() -> None:
+    with engine_of(gpt(), cuda_graph=True) as engine:
+        train(engine, batches(3))
+        assert report_of(engine) == CaptureReport(why_eager="a CPU has no CUDA graphs")
+
+
+def test_a_dropped_engine_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the garbage collector, also if graphs were captured."""
+    with recorded(monkeypatch):
+        gc.collect()
+        gc.disable()
+        try:
+            engine = engine_of(gpt(), cuda_graph=True)
+            train(engine, batches(3))
+            engine.close()
+            left = [weakref.ref(engine), *(weakref.ref(each) for each in engine.model.parameters())]
+            del engine
+            assert not any(each() is not None for each in left)
+        finally:
+            gc.enable()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="captures graphs: needs a GPU")
+@pytest.mark.parametrize("recompute", [None, "blocks"])
+@pytest.mark.parametrize("speculative", [False, True])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_graphs_on_a_gpu(precision: str, speculative: bool, recompute: str | None) -> None:
+    """Losses and weights of replayed steps are those of eager ones; evaluation between them frees the graphs."""
+    results = []
+    for cuda_graph in (False, True):
+        with engine_of(
+            gpt(),
+            cuda_graph=cuda_graph,
+            precision=precision,
+            recompute=recompute,
+            clip_grad_norm=1e3 if speculative else 1.0,
+            optimizer=dict(name="adamw", lr=1e-3, eps=1e-4),
+        ) as engine:
+            losses = train(engine, batches(3))
+            spread(engine)
+            if speculative:
+                assert engine.states.gemini.step_speculatively(True)
+            losses += train(engine, batches(6))
+            losses.append(engine.eval_step(batches(1, length=5)[0]))
+            losses += train(engine, batches(8, seed=4))
+            results.append((losses, weights_of(engine)))
+            if cuda_graph:
+                report = report_of(engine)
+                assert report.captures >= 2 and report.replays >= 6 and report.why_eager == "", report
+    tolerance = 1e-4 if precision == "fp32" else 2e-2
+    assert results[0][0] == pytest.approx(results[1][0], rel=tolerance)
+    for eager, replayed in zip(results[0][1], results[1][1], strict=True):
+        torch.testing.assert_close(eager, replayed, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="captures graphs: needs a GPU")
+def test_a_model_that_waits_for_the_gpu_runs_eagerly() -> None:
+    work = (torch.ones(2, 8), torch.ones(2, 8))
+    with engine_of(
+        Waiting(draws=False), loss_fn=lambda output, batch: (output - batch[1]).square().mean(), cuda_graph=True
+    ) as engine:
+        with pytest.warns(UserWarning, match="steps run without graphs now: it cannot be captured"):
+            losses = [engine.train_step(work) for _ in range(8)]
+        assert report_of(engine).replays == 0 and losses[-1] < losses[0]

@@ -185,9 +185,7 @@ class CapturedSteps:
 def form_of(work: Batch, model: nn.Module) -> Hashable:
     """Return what graphs differ by: shapes and dtypes of tensors, all other values, and the modules in training mode."""
     leaves, tree = pytree.tree_flatten((work.args, work.kwargs, work.given, work.targets))
-    each = tuple(
-        (leaf.shape, leaf.dtype, leaf.stride()) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves
-    )
+    each = tuple((leaf.shape, leaf.dtype, leaf.stride()) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves)
     return each, str(tree), work.name, tuple(module.training for module in model.modules())
 
 

@@ -26,8 +26,8 @@ from meshfold.mesh import ParallelSpec
 from meshfold.mesh.watchdog import report_errors
 
 if TYPE_CHECKING:
-    from meshfold.engine.zero.captured_step import CaptureReport
     from meshfold.engine.step_metrics import StepMetrics
+    from meshfold.engine.zero.captured_step import CaptureReport
     from meshfold.engine.zero.residency import Residency
 
 _DATA_PARALLEL: Mapping[str, object] = {}
@@ -116,11 +116,9 @@ class Engine:
                 they are faster), ``"off"``, or a dict with names of rules, as in ``dict(loss=False)``.
             compile: True, or ``dict(backend=..., mode=..., dynamic=..., options=...)``: torch.compile compiles every repeated
                 block, one by one. A model without repeated blocks is compiled as a whole, except under ``zero`` and ``pipeline``.
-            cuda_graph: replay forward and backward of ``train_step`` as one CUDA graph per shape of batch, for models so small that
-                launching their kernels takes longer than running them. For ``parallel=dict(data=...)`` without dropout. Under
-                ``zero`` on one GPU a step is several graphs, between which chunks are moved: see ``capture``.
-            example: a small batch that ``pipeline`` needs to partition a model whose input is not token ids. Its values do not
-                matter. Under other specs it is only checked against the model's signature.
+            cuda_graph: replay forward and backward of ``train_step`` as a CUDA graph per shape of batch, as several under ``zero``: for
+                models whose kernels take longer to launch than to run. For data parallelism or one GPU, without dropout.
+            example: a batch of any values by which ``pipeline`` partitions a model whose input is not token ids; else only checked.
             nonfinite: what to do if the loss or the gradient of a step is nan or infinite: ``"error"``, ``"skip"`` the step, or
                 ``"report"`` and step; each reports where it arose. None: no check.
             watchdog: seconds after which an unfinished collective ends the job; the error names the ranks that did not join
@@ -306,13 +304,11 @@ class Engine:
     @property
     def residency(self) -> Residency | None:
         """Plan of the model's state in memory under ``zero``, with its measurements; None without ``zero``."""
-        residency: Residency | None = self.states.residency
-        return residency
+        return self.states.residency  # type: ignore[no-any-return]
 
     @property
     def capture(self) -> CaptureReport | None:
-        """How many steps were replayed as graphs under ``zero`` with ``cuda_graph=True``, and why the last one was not, if it was
-        not; None otherwise."""
+        """Steps replayed as graphs under ``zero``, and why the last one was not; None without ``cuda_graph``."""
         return self.runner.capture
 
     def print(self, *values: object, **options: Any) -> None:

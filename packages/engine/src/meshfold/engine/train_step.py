@@ -193,7 +193,7 @@ class TrainStep:
 
     @property
     def capture(self) -> CaptureReport | None:
-        """What became of graphs under ``zero``; None if none were asked for."""
+        """Report on graphs under ``zero``; None if none were asked for."""
         return None if self._captured_zero is None else self._captured_zero.report
 
     def _eagerly(self, work: Batch, shares: Shares, kind: BackwardRole, *, shown: bool) -> Tensor:

@@ -305,8 +305,11 @@ class Gemini(ChunkedModel):
         if backward:
             self._flow.replayed()
 
-    def free_graphs_by(self, free: Callable[[], None] | None) -> None:
-        """Call ``free`` before any other forward of the model, and before chunks move: a captured step keeps its memory."""
+    def free_graphs_by(self, free: Callable[[bool], None] | None) -> None:
+        """Call ``free`` before any other forward of the model, and with True before chunks move.
+
+        A captured step keeps the memory of its activations until then.
+        """
         self._runtime.needs_memory = free
 
     # -- what may happen on the way ----------------------------------------------------------------------------
@@ -370,7 +373,7 @@ class Gemini(ChunkedModel):
         one of the ranks stays where it was on all, and all raise.
         """
         if self._runtime.needs_memory is not None:
-            self._runtime.needs_memory()
+            self._runtime.needs_memory(True)
         self.flush()
         self.forget()
         self._runtime.rest()

@@ -42,7 +42,7 @@ _WARMS_UP = "kernels and the order of moves are not known yet for this batch and
 
 @dataclass(kw_only=True)
 class CaptureReport:
-    """What became of ``Engine(cuda_graph=True)`` under ``zero``.
+    """Report on the graphs of ``Engine(cuda_graph=True)`` under ``zero``.
 
     Attributes:
         captures: how often a micro-step was captured.
@@ -94,9 +94,9 @@ class CapturedZeroSteps:
         self.report = CaptureReport()
         free = WeakMethod(self.free)
 
-        def freed() -> None:
+        def freed(moves: bool) -> None:
             if (call := free()) is not None:
-                call()
+                call(moves=moves)
 
         states.gemini.free_graphs_by(freed)
 
@@ -133,7 +133,7 @@ class CapturedZeroSteps:
         """
         key = self._key_of(work)
         if key != self._key:
-            self._free(wasted=self._key is not None and self._placement(key) == self._placement(self._key))
+            self.free(moves=self._placement(key) != self._placement(self._key))
             self._key, self._warm = key, 0
         why = self._why_not(kind, first)
         if not why and self._step is None:
@@ -202,13 +202,28 @@ class CapturedZeroSteps:
         self._empty_cache()
         self._say(self._failed.get(self._key, ""))
 
-    def free(self) -> None:
-        """Free the graphs with their memory; the next steps are captured anew."""
-        self._free(wasted=True)
+    def free(self, *, moves: bool = False) -> None:
+        """Free the graphs with their memory, if there are some; later steps are captured anew.
+
+        Args:
+            moves: chunks move, so what was seen of steps before does not count.
+        """
+        if moves:
+            self._wanted = 1
+        step, self._step = self._step, None
+        if step is None:
+            return
+        if not moves:
+            self._wanted = min(MOST_WARM_UP, 2 * self._wanted) if self._replays < FEW_REPLAYS else 1
+        self._warm = 0
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)  # copies of gradients may still read its memory
+        del step
+        self._empty_cache()
 
     def close(self) -> None:
         """Free the graphs, and capture no more."""
-        self._free(wasted=False)
+        self.free()
         self._states.gemini.free_graphs_by(None)
 
     # -- within -------------------------------------------------------------------------------------------------
@@ -237,7 +252,7 @@ class CapturedZeroSteps:
         try:
             yield
         except BaseException:
-            self._free(wasted=False)  # it stopped in the middle
+            self.free()  # it stopped in the middle
             raise
 
     def _why_not(self, kind: BackwardRole, first: bool) -> str:
@@ -278,19 +293,6 @@ class CapturedZeroSteps:
     def _placement(key: Hashable) -> Hashable:
         return key[0] if isinstance(key, tuple) else None
 
-    def _free(self, *, wasted: bool) -> None:
-        """Free the graphs; ``wasted``: something else than a plan makes that necessary."""
-        step, self._step = self._step, None
-        if step is None:
-            return
-        if wasted:
-            self._wanted = min(MOST_WARM_UP, 2 * self._wanted) if self._replays < FEW_REPLAYS else 1
-        self._warm = 0
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)  # copies of gradients may still read its memory
-        del step
-        self._empty_cache()
-
     def _empty_cache(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
@@ -323,4 +325,3 @@ class _Step:
     inputs: Inputs | None = None
     loss: Tensor | None = None
     share: Tensor | None = None
-

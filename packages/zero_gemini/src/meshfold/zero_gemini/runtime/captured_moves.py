@@ -1,9 +1,9 @@
 """A captured step: compute in graph segments, and between them the moves of chunks, which each replay makes anew.
 
-While a step is captured, hooks run as in any step. Where one of them gathers a chunk, waits for one or sends a gradient to the host,
-the segment ends, the move is made, and a function that makes it again is noted. A replay runs segments and noted functions in this
-order, without hooks and without autograd. Copies and the host's optimizer stay outside of graphs, so they overlap with compute as in
-an eager step: a move still waits for its chunk's optimizer step, and a gradient's step may begin once its copy is queued.
+While a step is captured, hooks run as in any step. Where one of them gathers a chunk, waits for one or sends a gradient to the
+host, the segment ends, the move is made, and a function that makes it again is noted. A replay runs segments and noted functions in
+this order, without hooks and without autograd. Copies and the host's optimizer stay outside of graphs, so they overlap with compute
+as in an eager step: a move still waits for its chunk's optimizer step, and a gradient's step may begin once its copy is queued.
 
 Memory comes from the pool of the segments, also that of gathered chunks and of gradients. So every move has the same addresses in
 each replay. The order of waits is that of the captured step too: memory is used again only after the same events.
@@ -139,7 +139,7 @@ class CapturedMoves:
     def _gather(self, chunk: Chunk, read: Operands, *, ahead: bool) -> Iterator[Move]:
         if chunk.resident:
             yield from self._gather_resident(chunk, read, ahead=ahead)
-        elif not chunk.is_gathered:
+        elif chunk not in self._visits:
             visit = self._visits[chunk] = _Visit(chunk, self._segments.alias(chunk.allocate()))
             yield partial(chunk.gather, read), visit.start_early if ahead else visit.start
 

@@ -76,9 +76,7 @@ class CudaSegments:
     def alias(self, tensor: Tensor) -> Tensor:
         # As torch._inductor.cudagraph_trees does for the outputs of its graphs.
         storage = tensor.untyped_storage()
-        memory = torch._C._construct_storage_from_data_pointer(  # type: ignore[attr-defined]
-            storage.data_ptr(), tensor.device, storage.nbytes()
-        )
+        memory = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), tensor.device, storage.nbytes())
         there = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         return there.set_(memory, tensor.storage_offset(), tensor.shape, tensor.stride())
 

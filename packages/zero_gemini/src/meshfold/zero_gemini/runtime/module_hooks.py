@@ -37,7 +37,7 @@ class Runtime:
         gather_cache: chooses the chunks that stay between two uses.
         is_quiet: hooks do nothing.
         capture: captures what the hooks do; None if they only do it.
-        needs_memory: called before a forward of the model that is not captured; None: nothing.
+        needs_memory: called before a forward of the model that is not captured, and with True before chunks move; None: nothing.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Runtime:
         self.gather_cache = GatherCache()
         self.is_quiet = False
         self.capture: CapturedMoves | None = None
-        self.needs_memory: Callable[[], None] | None = None
+        self.needs_memory: Callable[[bool], None] | None = None
         self._held: dict[Chunk, None] = {}  # gathered, or being gathered
         self._in_backward = False
         self.order: list[Unit] = []
@@ -171,7 +171,7 @@ class Runtime:
         if self.is_quiet:
             return
         if self.needs_memory is not None and self.capture is None:
-            self.needs_memory()
+            self.needs_memory(False)
         if self._check_forward is not None and graph_task() < 0:  # skipped for recomputation
             self._check_forward()
         if not self._in_backward:  # an earlier forward that raised may not have left its units
