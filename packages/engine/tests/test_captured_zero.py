@@ -242,7 +242,7 @@ class Waiting(nn.Module):
 @pytest.mark.parametrize(
     ("draws", "settings", "why"),
     [
-        (False, dict(), "it cannot be captured: operation not permitted when stream is capturing"),
+        (False, dict(), "it cannot be captured: RuntimeError: operation not permitted when stream is capturing"),
         (True, dict(), "the model draws random numbers"),
         (True, dict(clip_grad_norm=None), "chunks are stepped while backward runs"),
         (True, dict(gradient_accumulation=2), "gradients are accumulated over several backwards"),

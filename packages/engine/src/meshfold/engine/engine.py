@@ -116,8 +116,8 @@ class Engine:
                 they are faster), ``"off"``, or a dict with names of rules, as in ``dict(loss=False)``.
             compile: True, or ``dict(backend=..., mode=..., dynamic=..., options=...)``: torch.compile compiles every repeated
                 block, one by one. A model without repeated blocks is compiled as a whole, except under ``zero`` and ``pipeline``.
-            cuda_graph: replay forward and backward of ``train_step`` as one CUDA graph (under ``zero`` several) per shape of batch, for
-                models whose kernels take longer to launch than to run. For data parallelism or one GPU, without dropout.
+            cuda_graph: replay forward and backward of ``train_step`` as one CUDA graph per shape of batch (``zero``: several),
+                for models whose kernels take longer to launch than to run. For data parallelism or one GPU, without dropout.
             example: a batch of any values by which ``pipeline`` partitions a model whose input is not token ids; else only checked.
             nonfinite: what to do if the loss or the gradient of a step is nan or infinite: ``"error"``, ``"skip"`` the step, or
                 ``"report"`` and step; each reports where it arose. None: no check.

@@ -179,7 +179,7 @@ class TrainStep:
                     with self.gradients.taking(kind, shown=shown):
                         captured.backward()
                     return loss * share
-                except RuntimeError as error:
+                except Exception as error:
                     self.gradients.break_off()
                     if not captured.gives_up(error):
                         raise

@@ -183,12 +183,13 @@ class CapturedZeroSteps:
         self.report.captures += 1
         self.report.graphs = step.moves.segments
 
-    def gives_up(self, error: RuntimeError) -> bool:
+    def gives_up(self, error: Exception) -> bool:
         """Return True if an error came while a micro-step was captured, which can run eagerly then; say so."""
         if self._capturing is None:
             return False
         self._capturing = None
-        self._failed[self._key] = f"it cannot be captured: {str(error).strip().splitlines()[0]}"
+        first = str(error).strip().partition("\n")[0]
+        self._failed[self._key] = f"it cannot be captured: {type(error).__name__}: {first}"
         return True
 
     def may_relieve(self) -> bool:

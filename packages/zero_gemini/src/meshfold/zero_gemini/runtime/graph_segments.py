@@ -69,9 +69,22 @@ class CudaSegments:
 
     def break_off(self) -> None:
         graph, self._open = self._open, None
-        if graph is not None:
-            with contextlib.suppress(RuntimeError):  # the error that broke it off is reported
-                graph.capture_end()
+        if graph is None:
+            return
+        with contextlib.suppress(RuntimeError):  # the error that broke it off is reported
+            graph.capture_end()
+            return
+        # torch stops there: its allocator still allocates for the graph, the pool waits for its end, and the generator of random
+        # numbers refuses to draw outside of a capture, until another one has ended.
+        place = torch.cuda.current_device() if self._device.index is None else self._device.index
+        for end in (torch._C._cuda_endAllocateToPool, torch._C._cuda_releasePool):
+            with contextlib.suppress(RuntimeError):
+                end(place, self._pool)
+        with contextlib.suppress(RuntimeError), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
+            whole = torch.cuda.CUDAGraph()
+            whole.capture_begin(capture_error_mode="thread_local")
+            whole.capture_end()
 
     def alias(self, tensor: Tensor) -> Tensor:
         # As torch._inductor.cudagraph_trees does for the outputs of its graphs.
