@@ -26,7 +26,7 @@ from meshfold.mesh.recording import at_step
 if TYPE_CHECKING:
     from meshfold.engine.batches.batch import Batch
     from meshfold.engine.batches.sharding import Shares
-    from meshfold.engine.zero.captured_step import CapturedZeroSteps, CaptureReport
+    from meshfold.engine.zero.captured_step import CaptureReport
     from meshfold.zero_gemini import BackwardRole
 
 
@@ -144,7 +144,16 @@ class TrainStep:
         # If nothing else reads the gradients, the optimizer may step each one as soon as it is complete.
         kind: BackwardRole = "more" if not last else "last" if self.needs_all_gradients else "final"
         if self._captured_zero is not None:
-            return self._in_segments(self._captured_zero, work, shares, kind, shown=shown, replays=replays)
+            return self._captured_zero.run(
+                work,
+                shares,
+                kind if replays else None,
+                self.gradients,
+                in_step=lambda share: self._in_step(share) * self.scaler.scale,
+                eagerly=lambda: self._eagerly(work, shares, kind, shown=shown),
+                relieve=self._relieve,
+                shown=shown,
+            )
         if self._captured is None or not replays:
             return self._eagerly(work, shares, kind, shown=shown)
         form = self._captured.form_to_replay(work)
@@ -157,39 +166,6 @@ class TrainStep:
             weight = self._in_step(share) * self.scaler.scale
             loss = self._captured.run(form, work, shares.count, weight, more=shown)
         return loss * share
-
-    def _in_segments(
-        self,
-        captured: CapturedZeroSteps,
-        work: Batch,
-        shares: Shares,
-        kind: BackwardRole,
-        *,
-        shown: bool,
-        replays: bool,
-    ) -> Tensor:
-        """Do the same under ``zero``, by a replay of graphs if it can be one."""
-        with captured.on_its_stream():
-            relieves = False
-            if replays and captured.replays(work, kind, first=not self.gradients.backwards):
-                try:
-                    self.gradients.begin()
-                    share = shares.weight()
-                    loss = captured.forward(work, shares.count, self._in_step(share) * self.scaler.scale)
-                    with self.gradients.taking(kind, shown=shown):
-                        captured.backward()
-                    return loss * share
-                except Exception as error:
-                    self.gradients.break_off()
-                    if not captured.gives_up(error):
-                        raise
-                    relieves = self._states.can_relieve(error) and captured.may_relieve()
-                captured.recover()  # the error is gone, and with it the graph of autograd
-                if relieves:
-                    self._saver.before_change()
-                    self._states.relieve()
-            with captured.warming_up():
-                return self._eagerly(work, shares, kind, shown=shown)
 
     @property
     def capture(self) -> CaptureReport | None:
@@ -208,8 +184,11 @@ class TrainStep:
                 if self.gradients.backwards or not self._states.can_relieve(error):
                     raise
             # Out of memory, but some can be freed. Done outside the except block, where the error would keep the graph alive.
-            self._saver.before_change()  # relieve() moves chunks
-            self._states.relieve()
+            self._relieve()
+
+    def _relieve(self) -> None:
+        self._saver.before_change()  # relieve() moves chunks
+        self._states.relieve()
 
     def _through_stages(
         self, stages: PipelinedModel, work: Batch, shares: Shares, *, last: bool, shown: bool

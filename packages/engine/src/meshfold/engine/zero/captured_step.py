@@ -11,7 +11,7 @@ order of units is known. What is moved between graphs: :mod:`meshfold.zero_gemin
 from __future__ import annotations
 
 import warnings
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -26,8 +26,10 @@ from meshfold.zero_gemini import BackwardRole, CapturedMoves, segments_on
 
 if TYPE_CHECKING:
     from meshfold.engine.batches.batch import Batch
+    from meshfold.engine.batches.sharding import Shares
     from meshfold.engine.forward import Forward
     from meshfold.engine.model.recompute import RecomputedBlocks
+    from meshfold.engine.states.accumulation import Accumulation
     from meshfold.engine.zero.states import ZeroStates
 
 FEW_REPLAYS = 8
@@ -100,8 +102,54 @@ class CapturedZeroSteps:
 
         states.gemini.free_graphs_by(freed)
 
+    def run(
+        self,
+        work: Batch,
+        shares: Shares,
+        kind: BackwardRole | None,
+        gradients: Accumulation,
+        *,
+        in_step: Callable[[Tensor], Tensor],
+        eagerly: Callable[[], Tensor],
+        relieve: Callable[[], None],
+        shown: bool,
+    ) -> Tensor:
+        """Accumulate a micro-step's gradient, by a replay of graphs if it can be one; return this rank's share of the global loss.
+
+        Args:
+            work: the batch, on the device.
+            shares: its part of the global batch.
+            kind: role of the backward; None: hooks must see this micro-step, so it runs eagerly.
+            gradients: since the last optimizer step.
+            in_step: returns the factor of the mean loss before backward, from the rank's share.
+            eagerly: does the same without graphs.
+            relieve: frees memory, after ``states.can_relieve``.
+            shown: as for ``gradients.taking``.
+        """
+        with self._on_its_stream():
+            relieves = False
+            if kind is not None and self._replays_it(work, kind, first=not gradients.backwards):
+                gradients.begin()
+                try:
+                    share = shares.weight()
+                    loss = self._run_forward(work, shares.count, in_step(share))
+                    with gradients.taking(kind, shown=shown):
+                        self._run_backward()
+                    return loss * share
+                except Exception as error:
+                    gradients.break_off()
+                    if not self._gives_up(error):
+                        raise
+                    relieves = self._states.can_relieve(error) and self._relieved < MOST_RELIEVED
+                self._recover()  # the error is gone, and with it the graph of autograd
+                if relieves:
+                    self._relieved += 1
+                    relieve()
+            with self._warming_up():
+                return eagerly()
+
     @contextmanager
-    def on_its_stream(self) -> Iterator[None]:
+    def _on_its_stream(self) -> Iterator[None]:
         """Context manager of a micro-step: on the stream of the graphs."""
         if self._stream is None:
             yield
@@ -115,7 +163,7 @@ class CapturedZeroSteps:
             outer.wait_stream(self._stream)
 
     @contextmanager
-    def warming_up(self) -> Iterator[None]:
+    def _warming_up(self) -> Iterator[None]:
         """Context manager of a micro-step that runs eagerly."""
         before = self._random_state()
         with masks_by_shape():
@@ -123,13 +171,10 @@ class CapturedZeroSteps:
         self._draws |= not torch.equal(before, self._random_state())
         self._warm += 1
 
-    def replays(self, work: Batch, kind: BackwardRole, *, first: bool) -> bool:
-        """Return True if this micro-step is replayed or captured; ``report`` says why not.
+    def _replays_it(self, work: Batch, kind: BackwardRole, *, first: bool) -> bool:
+        """Return True if a micro-step is replayed or captured; ``report`` says why not.
 
-        Args:
-            work: the batch, on the device.
-            kind: role of its backward.
-            first: it is the first of its optimizer step.
+        ``first``: it is the first of its optimizer step.
         """
         key = self._key_of(work)
         if key != self._key:
@@ -145,27 +190,18 @@ class CapturedZeroSteps:
         self._say(why)
         return not why
 
-    def forward(self, work: Batch, count: Tensor, weight: Tensor) -> Tensor:
-        """Run the forward; its backward is next.
-
-        Args:
-            work: the batch, on the device.
-            count: its targets that count: a scalar.
-            weight: factor of the micro-step's mean loss before backward: a scalar float64.
-
-        Returns:
-            The mean loss of the batch: a scalar float64.
-        """
+    def _run_forward(self, work: Batch, count: Tensor, weight: Tensor) -> Tensor:
+        """Run the forward of a batch with ``count`` targets; return its mean loss, which backward multiplies by ``weight``."""
         if self._capturing is not None:
             return self._capture_forward(self._capturing, work, count, weight)
         step = self._step
-        assert step is not None and step.inputs is not None and step.loss is not None  # ``replays`` was True
+        assert step is not None and step.inputs is not None and step.loss is not None  # it was captured
         step.inputs.fill(work, count, weight)
         with self._freed_on_error():
             self._states.gemini.replay(step.moves, backward=False)
         return step.loss.clone()
 
-    def backward(self) -> None:
+    def _run_backward(self) -> None:
         """Run the backward, inside ``States.backward``."""
         step = self._capturing
         if step is None:
@@ -183,7 +219,7 @@ class CapturedZeroSteps:
         self.report.captures += 1
         self.report.graphs = step.moves.segments
 
-    def gives_up(self, error: Exception) -> bool:
+    def _gives_up(self, error: Exception) -> bool:
         """Return True if an error came while a micro-step was captured, which can run eagerly then; say so."""
         if self._capturing is None:
             return False
@@ -192,42 +228,11 @@ class CapturedZeroSteps:
         self._failed[self._key] = f"it cannot be captured: {type(error).__name__}: {first}"
         return True
 
-    def may_relieve(self) -> bool:
-        """Return True if room may be made for a capture that ran out of memory, and it be tried again."""
-        self._relieved += 1
-        return self._relieved <= MOST_RELIEVED
-
-    def recover(self) -> None:
-        """After :meth:`gives_up`, when the error is gone: forget the micro-step."""
+    def _recover(self) -> None:
+        """After an error while a micro-step was captured: forget it."""
         self._states.gemini.abandon()
         self._empty_cache()
         self._say(self._failed.get(self._key, ""))
-
-    def free(self, *, moves: bool = False) -> None:
-        """Free the graphs with their memory, if there are some; later steps are captured anew.
-
-        Args:
-            moves: chunks move, so what was seen of steps before does not count.
-        """
-        if moves:
-            self._wanted = 1
-        step, self._step = self._step, None
-        if step is None:
-            return
-        if not moves:
-            self._wanted = min(MOST_WARM_UP, 2 * self._wanted) if self._replays < FEW_REPLAYS else 1
-        self._warm = 0
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)  # copies of gradients may still read its memory
-        del step
-        self._empty_cache()
-
-    def close(self) -> None:
-        """Free the graphs, and capture no more."""
-        self.free()
-        self._states.gemini.free_graphs_by(None)
-
-    # -- within -------------------------------------------------------------------------------------------------
 
     def _capture_forward(self, step: _Step, work: Batch, count: Tensor, weight: Tensor) -> Tensor:
         step.inputs = inputs = Inputs.like(work, count, weight)
@@ -255,6 +260,34 @@ class CapturedZeroSteps:
         except BaseException:
             self.free()  # it stopped in the middle
             raise
+
+    # -- the graphs' memory -------------------------------------------------------------------------------------
+
+    def free(self, *, moves: bool = False) -> None:
+        """Free the graphs with their memory, if there are some; later steps are captured anew.
+
+        Args:
+            moves: chunks move, so what was seen of steps before does not count.
+        """
+        if moves:
+            self._wanted = 1
+        step, self._step = self._step, None
+        if step is None:
+            return
+        if not moves:
+            self._wanted = min(MOST_WARM_UP, 2 * self._wanted) if self._replays < FEW_REPLAYS else 1
+        self._warm = 0
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)  # copies of gradients may still read its memory
+        del step
+        self._empty_cache()
+
+    def close(self) -> None:
+        """Free the graphs, and capture no more."""
+        self.free()
+        self._states.gemini.free_graphs_by(None)
+
+    # -- whether a step can be captured ---------------------------------------------------------------------------
 
     def _why_not(self, kind: BackwardRole, first: bool) -> str:
         """Return why this micro-step runs eagerly, as a clause; empty if it need not."""
