@@ -45,6 +45,8 @@ def observed_mean(calls: LossCalls, work: Batch, world: World, *, mean: LossMean
     numbers = [fill + len(counts), *(one.to(world.device) for one in counts), *[fill] * (_MOST - len(counts))]
     numbers += [work.count(one, device=world.device) for one in _CANDIDATES]
     table = all_gather(torch.stack(numbers).view(1, -1), world.row_group, 0)
+    if table.is_meta:  # a plan's forward has shapes and no numbers
+        return mean
     each, *columns = table.t().tolist()
     if mean is LossMean.SUM or len({*each}) > 1:
         return mean
@@ -74,6 +76,8 @@ def check_microbatches(calls: LossCalls, works: Sequence[Microbatch], mean: Loss
     targets = [labels for work in works if isinstance(labels := work.kwargs.get("labels"), Tensor)]
     each, rest = divmod(len(calls.counts), len(works))
     if mean is LossMean.SUM or rest or not each or len(targets) < len(works):
+        return
+    if any(one.is_meta for one in (*calls.counts, *targets)):  # a plan's forward has shapes and no numbers
         return
     counts = [int(one) for one in calls.counts]
     found = [counts[call::each] for call in range(each)]
