@@ -28,7 +28,7 @@ from meshfold.kernels import packed_weight_triton  # noqa: E402  (which needs Tr
 from meshfold.kernels.packed_weight import unpacks_alike  # noqa: E402
 from meshfold.kernels.packed_weight_triton import launch_unpack  # noqa: E402
 from meshfold.kernels.row_product_triton import product  # noqa: E402
-from meshfold.kernels.row_tiles import Tile, measured_row_tiles, word_tiles  # noqa: E402
+from meshfold.kernels.row_tiles import Tile, measured_row_tiles, take_row_tiles, word_tiles  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
@@ -210,6 +210,10 @@ def test_the_fastest_tile_is_taken_if_it_is_right(monkeypatch: pytest.MonkeyPatc
     assert measured({known: 1.0, words[0]: 0.1, words[1]: 0.1, words[2]: 0.99}) == known
     assert measured({known: 1.0, words[2]: 0.97}) == words[2]
     assert call._replace(layer=RowWeight(weight[:, 1:])).word_bits() == 0
+    monkeypatch.setattr(row_tiles, "_measured", {})
+    take_row_tiles({call.kind(torch.bfloat16): words[2]})
+    assert call.tile(torch.bfloat16) == words[2] and call.tile(torch.float32) == known
+    assert measured_row_tiles([call], torch.bfloat16) == {}  # once is enough
 
 
 @pytest.mark.parametrize(

@@ -124,7 +124,7 @@ def word_tiles(bits: int, *, gated: bool) -> list[Tile]:
 def measured_row_tiles(
     calls: Sequence[RowCall], dtype: torch.dtype, time: Callable[[Callable[[], object]], float] | None = None
 ) -> dict[tuple[object, ...], Tile]:
-    """Return the fastest tile of each kind of product, for :func:`take_row_tiles`.
+    """Return the fastest tile of each kind of product that has none yet, for :func:`take_row_tiles`.
 
     The tile by its shape is one of those that are tried, and stays unless another is faster by 2 %. One whose results are not the
     same up to rounding is left out, and so is one that does not compile.
@@ -137,7 +137,7 @@ def measured_row_tiles(
     time = time or _graph_ms
     kinds: dict[tuple[object, ...], list[RowCall]] = {}
     for call in calls:
-        if call.layer.weight.nbytes >= _LEAST_BYTES:
+        if call.layer.weight.nbytes >= _LEAST_BYTES and call.kind(dtype) not in _measured:
             kinds.setdefault(call.kind(dtype), []).append(call)
     found = {}
     for kind, given in kinds.items():
