@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -69,5 +70,7 @@ def lines_of_times(times: Times, settings: Mapping[str, Any]) -> list[str]:
 
 
 def _fastest(times: Times, name: str, gathers: bool) -> ProductTile | None:
-    found = {tile: ms for (of, tile, how), ms in times.items() if of == name and tile is not None and how == gathers}
+    found = {
+        tile: ms for (of, tile, how), ms in times.items() if of == name and tile and how == gathers and ms < math.inf
+    }
     return min(found, key=lambda tile: found[tile], default=None)
