@@ -11,7 +11,7 @@ import signal
 import threading
 import time
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from types import FrameType
 from typing import Any, Protocol
 
@@ -51,9 +51,9 @@ class GracefulStop:
         asked: this process has caught a request.
     """
 
-    def __init__(self, engine: _OnRanks, signals: Sequence[int] = SIGNALS) -> None:
+    def __init__(self, engine: _OnRanks) -> None:
         """``engine``: whose ranks must agree; all must make one."""
-        self._world, self._signals = engine.world, tuple(signals)
+        self._world = engine.world
         self._before: dict[int, Any] = {}
         self._flag: Pending | None = None
         self._impatience: SecondRequest | None = None
@@ -61,7 +61,7 @@ class GracefulStop:
 
     def __enter__(self) -> GracefulStop:
         if threading.current_thread() is threading.main_thread():  # Python handles signals only there
-            for number in self._signals:
+            for number in SIGNALS:
                 if signal.getsignal(number) is not None:  # None: a C handler, which could not be restored
                     self._before[number] = signal.signal(number, self._catch)
             if self._before:

@@ -99,29 +99,27 @@ class Redistribution:
         """Apply it and leave the last collective in flight. Not differentiable."""
         coming = Pending(x, None)
         for step in self.steps:
-            x, dim = coming.wait(), self.dims[step.dim]
-            if step.kind == "all_gather":
-                coming = collectives.all_gather(x, self.mesh.group(*step.axes), dim, async_op=True)
-            elif len(step.axes) == 1:
-                group, to = self.mesh.group(*step.axes), self.dims[step.to]
-                coming = collectives.all_to_all(x, group, to, dim, async_op=True)
-            else:
-                coming = Pending(exchange_blocks(x, self.mesh, self.dims[step.to], dim, step.axes), None)
+            coming = self._apply(step, coming.wait(), back=False)
         return coming
 
     def start_adjoint(self, grad: Tensor) -> Pending:
         """Return the gradient of the source's block from that of the target's; the last collective is in flight."""
         coming = Pending(grad, None)
         for step in reversed(self.steps):
-            grad, dim = coming.wait(), self.dims[step.dim]
-            if step.kind == "all_gather":
-                coming = collectives.reduce_scatter(grad, self.mesh.group(*step.axes), dim, async_op=True)
-            elif len(step.axes) == 1:
-                group, to = self.mesh.group(*step.axes), self.dims[step.to]
-                coming = collectives.all_to_all(grad, group, dim, to, async_op=True)
-            else:
-                coming = Pending(exchange_blocks(grad, self.mesh, dim, self.dims[step.to], step.axes), None)
+            coming = self._apply(step, coming.wait(), back=True)
         return coming
+
+    def _apply(self, step: Step, x: Tensor, *, back: bool) -> Pending:
+        """Start one step on a tensor, or its adjoint on a gradient."""
+        dim, mesh = self.dims[step.dim], self.mesh
+        if step.kind == "all_gather":
+            move = collectives.reduce_scatter if back else collectives.all_gather
+            return move(x, mesh.group(*step.axes), dim, async_op=True)
+        to = self.dims[step.to]
+        split, joined = (dim, to) if back else (to, dim)
+        if len(step.axes) == 1:
+            return collectives.all_to_all(x, mesh.group(*step.axes), split, joined, async_op=True)
+        return Pending(exchange_blocks(x, mesh, split, joined, step.axes), None)
 
     def cost(self, operand: str, block_bytes: int) -> list[CostEntry]:
         """Return every collective of forward and backward. ``block_bytes``: of the source's block."""

@@ -117,7 +117,11 @@ class LazyLogits(Tensor):
         cap = cap or 1.0
         return scale * cap, cap
 
-    def cross_entropy(
+    def cross_entropy(self, target: Tensor, **options: Any) -> Tensor:
+        """Return :meth:`loss` in the dtype of the logits."""
+        return self.loss(target, **options).to(self.dtype)
+
+    def loss(
         self,
         target: Tensor,
         *,
@@ -125,8 +129,12 @@ class LazyLogits(Tensor):
         reduction: Reduction = "mean",
         label_smoothing: float = 0.0,
         z_loss: float = 0.0,
+        vocabulary: VocabularyShard | None = None,
     ) -> Tensor:
-        """Return the cross entropy of logits ``m v`` and targets ``m``, computed with the head; a mean over none is 0."""
+        """Return the cross entropy of logits ``m v`` and targets ``m``, computed with the head; a mean over none is 0.
+
+        It is in the dtype of its sums. ``vocabulary``: this rank's words; None: all.
+        """
         self._check_open()
         scale, softcap = self.cap()
 
@@ -143,9 +151,10 @@ class LazyLogits(Tensor):
                 label_smoothing=label_smoothing,
                 z_loss=z_loss,
                 reduction=reduction,
+                vocabulary=vocabulary,
             )
 
-        return self.head.loss(self.rows, loss).to(self.dtype)
+        return self.head.loss(self.rows, loss)
 
     def log_probs(
         self,
@@ -363,7 +372,7 @@ def _cross_entropy(
     return input.cross_entropy(
         target,
         ignore_index=ignore_index,
-        reduction=reduction,  # type: ignore[arg-type]  # checked
+        reduction=reduction,  # checked
         label_smoothing=label_smoothing,
     )
 

@@ -131,7 +131,7 @@ def _make(
     def with_head(logits: LazyLogits, labels: Tensor) -> Tensor:
         """Return the summed loss of deferred logits, for this rank's tokens and words."""
         columns, group = logits.shape[-1], mesh.group(*words)
-        start, (scale, softcap) = mesh.index(*words) * columns, logits.cap()
+        start = mesh.index(*words) * columns
         shard = kernels.VocabularyShard(
             start=start,
             valid=min(max(vocab_size - start, 0), columns),
@@ -139,24 +139,14 @@ def _make(
             all_reduce_max=lambda values: collectives.all_reduce(values, group, "max"),
             all_reduce_sum=lambda values: collectives.all_reduce(values, group),
         )
-
-        def loss(operands: tuple[Tensor, Tensor, Tensor | None]) -> Tensor:
-            rows, weight, bias = operands
-            return kernels.linear_cross_entropy(
-                rows,
-                weight,
-                labels,
-                bias,
-                ignore_index=ignore_index,
-                label_smoothing=label_smoothing,
-                z_loss=z_loss,
-                softcap=softcap,
-                scale=scale,
-                reduction="sum",
-                vocabulary=shard,
-            )
-
-        return logits.head.loss(logits.rows, loss)
+        return logits.loss(
+            labels,
+            ignore_index=ignore_index,
+            reduction="sum",
+            label_smoothing=label_smoothing,
+            z_loss=z_loss,
+            vocabulary=shard,
+        )
 
     def summed(logits: Tensor, labels: Tensor) -> Tensor:
         flat, columns, count = labels.reshape(-1), logits.shape[-1], logits.shape[:-1].numel()

@@ -114,16 +114,15 @@ def round_up(nbytes: int) -> int:
     return -(-nbytes // ALIGN) * ALIGN
 
 
-def aligned_empty(nbytes: int, *, pin: bool = False) -> Tensor:
+def aligned_empty(nbytes: int) -> Tensor:
     """Return an uninitialised CPU tensor ``(nbytes,)`` of uint8 that begins on a page, so that direct I/O needs no copy.
 
     Args:
         nbytes: length in bytes; one page more is allocated. Use ``.view(dtype)`` for another type.
-        pin: page-locked, for transfers to and from a GPU.
     """
     if nbytes < 0:
         raise DiskError(f"aligned_empty({nbytes}): a number of bytes cannot be negative.")
-    raw = torch.empty(nbytes + ALIGN, dtype=torch.uint8, pin_memory=pin)
+    raw = torch.empty(nbytes + ALIGN, dtype=torch.uint8)
     start = -raw.data_ptr() % ALIGN
     return raw[start : start + nbytes]
 

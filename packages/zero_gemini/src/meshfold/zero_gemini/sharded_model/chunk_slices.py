@@ -16,7 +16,15 @@ from meshfold.zero_gemini.optimizer import Entry, Stepper
 
 
 class ChunkSlices:
-    """See :class:`meshfold.zero_gemini.optimizer.interface.StoredParts`."""
+    """See :class:`meshfold.zero_gemini.optimizer.interface.StoredParts`.
+
+    Attributes:
+        chunk_of: the chunk of each parameter.
+        shapes: of this rank's blocks over the tensor axes, in order of registration.
+        trained: chunks of the stepper.
+        stepper: stores master weights and state; None: the chunks are all.
+        device: where blocks are assembled.
+    """
 
     def __init__(
         self,
@@ -35,23 +43,23 @@ class ChunkSlices:
         device: where blocks are assembled.
         faults: records reads that failed on this rank; their values are NaN on all ranks (0 for integers).
         """
-        self._chunk_of, self._shapes, self._trained = chunk_of, shapes, trained
-        self._stepper, self._device, self._faults = stepper, device, faults
+        self.chunk_of, self.shapes, self.trained = chunk_of, shapes, trained
+        self.stepper, self.device, self._faults = stepper, device, faults
 
     def stepper_of(self, name: str) -> Stepper | None:
         """Return the stepper that holds a parameter's master weights; None if the chunk itself does."""
-        return self._stepper if self._chunk_of[name] in self._trained else None
+        return self.stepper if self.chunk_of[name] in self.trained else None
 
     def kept(self, name: str) -> range:
-        mine = next((part for part in self._chunk_of[name].slices if part.name == name), None)
+        mine = next((part for part in self.chunk_of[name].slices if part.name == name), None)
         return range(0) if mine is None else range(mine.parameter_start, mine.parameter_start + mine.length)
 
     def gather_master(self, name: str) -> Tensor:
-        stepper, chunk = self.stepper_of(name), self._chunk_of[name]
+        stepper, chunk = self.stepper_of(name), self.chunk_of[name]
         dtype = chunk.dtype if stepper is None else stepper.master_dtype(chunk)
         length = len(self.kept(name))
         if not length:
-            values = torch.zeros(0, dtype=dtype, device=self._device)
+            values = torch.zeros(0, dtype=dtype, device=self.device)
         elif stepper is not None:
             values = self._attempted(partial(stepper.master, name), length, dtype)
         else:
@@ -60,7 +68,7 @@ class ChunkSlices:
         return self._joined(name, values)
 
     def gather_state(self, name: str, key: str, entry: Entry) -> Tensor:
-        stepper, chunk, dtype = self.stepper_of(name), self._chunk_of[name], getattr(torch, entry.dtype)
+        stepper, chunk, dtype = self.stepper_of(name), self.chunk_of[name], getattr(torch, entry.dtype)
         value = None
         if stepper is not None and stepper.optimizer_parameter(name) is not None:
             length = len(self.kept(name)) if entry.like else 1
@@ -68,11 +76,11 @@ class ChunkSlices:
         if entry.like:
             return self._joined(name, torch.zeros(0, dtype=dtype) if value is None else value)
         number = torch.tensor(-math.inf) if value is None else value.detach().reshape(())
-        return all_reduce(number.to(self._device, torch.float64), chunk.group, "max").to("cpu", dtype)
+        return all_reduce(number.to(self.device, torch.float64), chunk.group, "max").to("cpu", dtype)
 
     def part_to_write(self, name: str, value: Tensor) -> Tensor:
-        is_like = value.dim() > 0 and value.shape == self._shapes[name]
-        return self._chunk_of[name].cut(name, value) if is_like else value
+        is_like = value.dim() > 0 and value.shape == self.shapes[name]
+        return self.chunk_of[name].cut(name, value) if is_like else value
 
     def _attempted(self, read: Callable[[], Tensor], length: int, dtype: torch.dtype) -> Tensor:
         """Read on this rank. After an error, return a tensor of the same length, because the other ranks wait in a collective."""
@@ -83,10 +91,10 @@ class ChunkSlices:
 
     def _joined(self, name: str, values: Tensor) -> Tensor:
         """Gather a parameter's elements from the ranks of its chunk's group, and return them in its shape."""
-        chunk = self._chunk_of[name]
+        chunk = self.chunk_of[name]
         lengths = chunk.lengths(name)
-        padded = torch.zeros(max(lengths), dtype=values.dtype, device=self._device)
+        padded = torch.zeros(max(lengths), dtype=values.dtype, device=self.device)
         padded[: values.numel()] = values
         rows = all_gather(padded[None], chunk.group, 0)
         whole = torch.cat([row[:length] for row, length in zip(rows, lengths, strict=True)])
-        return whole.view(self._shapes[name])
+        return whole.view(self.shapes[name])

@@ -41,6 +41,7 @@ from meshfold.zero_gemini.sharded_model.build import (
     take_parameters,
 )
 from meshfold.zero_gemini.sharded_model.chunk_norms import ChunkNorms
+from meshfold.zero_gemini.sharded_model.chunk_slices import ChunkSlices
 from meshfold.zero_gemini.sharded_model.contents import Contents
 from meshfold.zero_gemini.sharded_model.moves import Residents
 from meshfold.zero_gemini.sharded_model.parameter_values import ParameterValues
@@ -134,7 +135,7 @@ class ChunkedModel(ParameterValues):
                 faults=self._faults,
             )
             self._stepper, self.group_names, regime = made.stepper, made.group_names, made.regime
-        self._contents = Contents(
+        slices = ChunkSlices(
             self._chunk_of,
             {name: facts.shape for name, facts in self._facts.items()},
             self._gradients,
@@ -142,6 +143,7 @@ class ChunkedModel(ParameterValues):
             memory.device,
             self._faults,
         )
+        self._contents = Contents(slices)
         self._residents = Residents(memory, self._faults, self._stepper, self._gradients, stage=stage)
         laid = [
             (group, spec, mine)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -10,8 +10,6 @@ from torch import Tensor
 from meshfold.mesh import Group
 from meshfold.mesh.collectives import all_gather_object
 from meshfold.mesh.parameters import StoredValue
-from meshfold.zero_gemini.chunks.chunk import Chunk
-from meshfold.zero_gemini.errors import Faults
 from meshfold.zero_gemini.optimizer import Entry, Stepper
 from meshfold.zero_gemini.optimizer.interface import StoredParts
 from meshfold.zero_gemini.optimizer.state_tree import AdamSnapshot
@@ -21,26 +19,11 @@ from meshfold.zero_gemini.sharded_model.chunk_slices import ChunkSlices
 class Contents:
     """Reads and writes values by parameter name. No step and no backward may be running."""
 
-    def __init__(
-        self,
-        chunk_of: Mapping[str, Chunk],
-        shapes: Mapping[str, torch.Size],
-        trained: Container[Chunk],
-        stepper: Stepper | None,
-        device: torch.device,
-        faults: Faults,
-    ) -> None:
-        """Args:
-        chunk_of: the chunk of each parameter; it may grow later, and so may ``trained``.
-        shapes: of this rank's blocks over the tensor axes, in order of registration.
-        trained: chunks of the stepper.
-        stepper: stores master weights and state.
-        device: where blocks are assembled.
-        faults: records reads that failed on this rank; their values are NaN on all ranks (0 for integers).
-        """
-        self._chunk_of, self._shapes, self._trained = chunk_of, shapes, trained
-        self._stepper, self._device = stepper, device
-        self._slices = ChunkSlices(chunk_of, shapes, trained, stepper, device, faults)
+    def __init__(self, slices: ChunkSlices) -> None:
+        """``slices``: knows the chunks and the stepper."""
+        self._slices = slices
+        self._chunk_of, self._shapes, self._trained = slices.chunk_of, slices.shapes, slices.trained
+        self._stepper, self._device = slices.stepper, slices.device
 
     def _stored(self, name: str) -> StoredParts:
         """Return what knows which elements of a parameter this rank stores."""
