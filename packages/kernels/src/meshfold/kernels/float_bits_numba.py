@@ -17,7 +17,7 @@ from numba.extending import intrinsic, overload
 from torch import Tensor
 
 from meshfold.kernels import float_bits as plain
-from meshfold.kernels._numba import one_process_compiles, torch_threads
+from meshfold.kernels._numba import inner, one_process_compiles, torch_threads
 
 _BLOCK = plain.NOISE_BLOCK
 _AS = {torch.bfloat16: torch.uint16, torch.float16: torch.int16}
@@ -71,12 +71,12 @@ def to_half(typing, x):
     return types.int16(types.float32), generate
 
 
-@njit(nogil=True)
+@inner()
 def from_bfloat16(h):
     return from_bits(U(U(h) << _16))
 
 
-@njit(nogil=True)
+@inner()
 def to_bfloat16(x):
     """Round a float32 to bfloat16, to the nearest, ties to even, as uint16."""
     u = bits(x)
@@ -106,25 +106,25 @@ def _narrowed(x, like):
     return (lambda x, like: to_bfloat16(x)) if like == types.uint16 else (lambda x, like: to_half(x))
 
 
-@njit(nogil=True)
+@inner()
 def hi_of(u):
     """Return the upper plane of master bits, as uint32; of bits that :func:`canonical` has seen."""
     return U(U(u + _HALF) >> _16)
 
 
-@njit(nogil=True)
+@inner()
 def canonical(u):
     """Return the same bits, but one NaN for all."""
     return U(U(u & _SIGN) | _QUIET) if U(u & _MAGNITUDE) > _INFINITY else u
 
 
-@njit(nogil=True)
+@inner()
 def joined(hi, lo):
     """Return the float32 of a uint16 and an int16."""
     return from_bits(U(U(U(hi) << _16) + U(lo)))
 
 
-@njit(nogil=True)
+@inner()
 def noise_at(place, key_1, key_2):
     """32 random bits for an element's place in its block of 64 Ki."""
     x = U(place ^ key_1)
@@ -136,7 +136,7 @@ def noise_at(place, key_1, key_2):
     return U(x ^ U(x >> _16))
 
 
-@njit(nogil=True)
+@inner()
 def stochastic(x, noise16):
     """float32 to bfloat16 as uint16."""
     u = bits(x)
@@ -144,7 +144,7 @@ def stochastic(x, noise16):
     return np.uint16(up >> _16)
 
 
-@njit(nogil=True)
+@inner()
 def scale_of(largest, unit):
     """(scale, 1 / scale) of a block."""
     if largest < _SMALLEST_SCALED:
@@ -153,7 +153,7 @@ def scale_of(largest, unit):
     return scale, _UNIT / scale
 
 
-@njit(nogil=True)
+@inner()
 def encode(magnitude, inverse, noise16, shift, last):
     w = magnitude * inverse + _FLOOR
     extra = U(shift - _16)
@@ -161,7 +161,7 @@ def encode(magnitude, inverse, noise16, shift, last):
     return U(min(U(q), last))
 
 
-@njit(nogil=True)
+@inner()
 def decode(q, scale, shift):
     return (from_bits(U(U(q << shift) + _BASE)) - _FLOOR) * scale
 
@@ -172,7 +172,7 @@ def floats(x: Tensor) -> Any:
     return (x.view(_AS[x.dtype]) if x.dtype in _AS else x).numpy()
 
 
-@njit(nogil=True, error_model="numpy")
+@inner(error_model="numpy")
 def store_master(hi, lo, i, p):
     """Store a float32 number as the two halves of a master weight: bfloat16, and the 16 bits that it lacks."""
     u = canonical(bits(p))

@@ -8,7 +8,7 @@ from numba import njit, prange
 from torch import Tensor
 
 from meshfold.kernels import grad_pass as plain
-from meshfold.kernels._numba import one_process_compiles, torch_threads
+from meshfold.kernels._numba import inner, one_process_compiles, torch_threads
 from meshfold.kernels.float_bits_numba import bits, floats, from_bits, wide
 from meshfold.kernels.grad_pass import LANES, LARGEST, SQUARES, touched
 
@@ -16,7 +16,7 @@ U = np.uint32
 _MAGNITUDE = U(0x7FFFFFFF)
 
 
-@njit(nogil=True, error_model="numpy")
+@inner(error_model="numpy")
 def _add(lanes, x, norm):
     """Add elements to lanes, one each."""
     if norm == SQUARES:
@@ -28,7 +28,7 @@ def _add(lanes, x, norm):
             lanes[i] += np.float64(abs(wide(x[i])))
 
 
-@njit(nogil=True, error_model="numpy")
+@inner(error_model="numpy")
 def _combined(lanes):
     """Return the pairwise sum of the lanes."""
     half = LANES // 2
@@ -56,7 +56,7 @@ def _sums(found, x, norm, block, start):
         found[number] = _combined(lanes)
 
 
-@njit(nogil=True, error_model="numpy")
+@inner(error_model="numpy")
 def _largest(x):
     """Return the largest magnitude, or NaN. Bit patterns sort as the magnitudes do, NaN last."""
     top = U(0)

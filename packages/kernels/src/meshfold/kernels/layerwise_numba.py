@@ -6,13 +6,13 @@ import numpy as np
 from numba import njit, prange
 from torch import Tensor
 
-from meshfold.kernels._numba import one_process_compiles, torch_threads
+from meshfold.kernels._numba import inner, one_process_compiles, torch_threads
 from meshfold.kernels.layerwise import LambScalars, LarsScalars
 
 _BLOCK = 65536
 
 
-@njit(nogil=True, error_model="numpy")
+@inner(error_model="numpy")
 def _direct(p, g, m, v, out, c):
     for i in range(p.size):
         m[i] = m[i] + c[0] * (g[i] - m[i])
@@ -28,7 +28,7 @@ def _direction(p, g, m, v, out, c):
         _direct(p[a:z], g[a:z], m[a:z], v[a:z], out[a:z], c)
 
 
-@njit(nogil=True, error_model="numpy")
+@inner(error_model="numpy")
 def _move(p, g, b, c, momentum, first, nesterov):
     if momentum:
         for i in range(p.size):

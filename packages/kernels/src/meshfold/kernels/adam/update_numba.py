@@ -16,7 +16,7 @@ from numba.extending import overload
 from torch import Tensor
 
 from meshfold.kernels import float_bits as plain
-from meshfold.kernels._numba import bits_at, one_process_compiles, stream, torch_threads, written_out
+from meshfold.kernels._numba import bits_at, inner, one_process_compiles, stream, torch_threads, written_out
 from meshfold.kernels.adam.update import MOMENTS, PARAMETERS, Scalars
 from meshfold.kernels.float_bits_numba import (
     bits,
@@ -46,30 +46,31 @@ _MAGNITUDE, _127, _255, _0, _1 = U(0x7FFFFFFF), U(127), U(255), U(0), U(1)
 _M_SHIFT, _M_UNIT = U(plain.SIGNED_CODE.shift), np.float32(plain.SIGNED_CODE.unit)
 _V_SHIFT, _V_UNIT = U(plain.UNSIGNED_CODE.shift), np.float32(plain.UNSIGNED_CODE.unit)
 _ZERO = np.float32(0)
+_INNER = dict(nogil=True, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
 
 
-@njit(nogil=True)
+@inner()
 def _scaled(g, c):
     return wide(g) * c[9]
 
 
-@njit(nogil=True)
+@inner()
 def _gradient(g, p, c, l2):
     x = _scaled(g, c)
     return x + c[8] * p if l2 else x
 
 
-@njit(nogil=True)
+@inner()
 def _moment(m, g, c):
     return m * c[0] + g * c[1]
 
 
-@njit(nogil=True)
+@inner()
 def _square(v, g, c):
     return v * c[2] + (g * g) * c[3]
 
 
-@njit(nogil=True, error_model="numpy")
+@inner(error_model="numpy")
 def _moved(p, m, v, c):
     return p * c[4] - (m / (np.sqrt(v) * c[6] + c[7])) * c[5]
 
@@ -98,15 +99,18 @@ def _cut_codes_numba(before, a, z):
     return lambda before, a, z: (before[0][a:z], before[1][a:z], before[2][a:z], before[3], before[4][a:z], before[5])
 
 
-@njit(nogil=True, error_model="numpy")
-def _whole_piece(p, m, v, before, g, c, l2, writes):
+@inner(error_model="numpy")
+def _whole_piece(p, m, v, before, g, c, l2):
     p_0, m_0, v_0 = (p, m, v) if before is None else before
-    if writes == _BOTH:
-        for i in range(p.size):
-            x = _gradient(g[i], p_0[i], c, l2)
-            a, b = _moment(m_0[i], x, c), _square(v_0[i], x, c)
-            m[i], v[i], p[i] = a, b, _moved(p_0[i], a, b, c)
-    elif writes == PARAMETERS:
+    for i in range(p.size):
+        x = _gradient(g[i], p_0[i], c, l2)
+        a, b = _moment(m_0[i], x, c), _square(v_0[i], x, c)
+        m[i], v[i], p[i] = a, b, _moved(p_0[i], a, b, c)
+
+
+@inner(error_model="numpy")
+def _whole_half(p, m, v, g, c, writes):
+    if writes == PARAMETERS:
         for i in range(p.size):
             x = _scaled(g[i], c)
             p[i] = _moved(p[i], _moment(m[i], x, c), _square(v[i], x, c), c)
@@ -116,23 +120,32 @@ def _whole_piece(p, m, v, before, g, c, l2, writes):
             m[i], v[i] = _moment(m[i], x, c), _square(v[i], x, c)
 
 
-@njit(nogil=True, error_model="numpy")
 def _whole_block(p, m, v, before, g, c, l2, writes):
-    if before is None:
-        _whole_piece(p, m, v, None, g, c, l2, writes)
-    else:
+    """Step a block in place, or from ``before`` into it."""
+
+
+@overload(_whole_block, jit_options=_INNER)
+def _whole_block_numba(p, m, v, before, g, c, l2, writes):
+    def in_place(p, m, v, before, g, c, l2, writes):
+        if writes == _BOTH:
+            _whole_piece(p, m, v, None, g, c, l2)
+        else:
+            _whole_half(p, m, v, g, c, writes)
+
+    def into(p, m, v, before, g, c, l2, writes):
         new_p, new_m, new_v = np.empty(_TILE, p.dtype), np.empty(_TILE, m.dtype), np.empty(_TILE, v.dtype)
         for a in range(0, p.size, _TILE):
             z = min(a + _TILE, p.size)
-            here = (new_p[: z - a], new_m[: z - a], new_v[: z - a])
-            _whole_piece(here[0], here[1], here[2], _cut(before, a, z), g[a:z], c, l2, writes)
+            _whole_piece(new_p[: z - a], new_m[: z - a], new_v[: z - a], _cut(before, a, z), g[a:z], c, l2)
             stream(p, a, new_p, z - a)
             stream(m, a, new_m, z - a)
             stream(v, a, new_v, z - a)
         written_out()
 
+    return in_place if isinstance(before, types.NoneType) else into
 
-@njit(nogil=True)
+
+@inner()
 def _write_copy(p, copy):
     for i in range(p.size):
         copy[i] = narrowed(p[i], copy[i])
@@ -148,17 +161,20 @@ def _step_whole(p, m, v, copy, before, g, c, l2, writes):
             _write_copy(p[a:z], copy[a:z])
 
 
-@njit(nogil=True, error_model="numpy")
-def _split_piece(hi, lo, m, v, before, g, c, l2, writes):
+@inner(error_model="numpy")
+def _split_piece(hi, lo, m, v, before, g, c, l2):
     hi_0, lo_0, m_0, v_0 = (hi, lo, m, v) if before is None else before
-    if writes == _BOTH:
-        for i in range(hi.size):
-            p = joined(hi_0[i], lo_0[i])
-            x = _gradient(g[i], p, c, l2)
-            a, b = _moment(m_0[i], x, c), _square(v_0[i], x, c)
-            m[i], v[i] = a, b
-            store_master(hi, lo, i, _moved(p, a, b, c))
-    elif writes == PARAMETERS:
+    for i in range(hi.size):
+        p = joined(hi_0[i], lo_0[i])
+        x = _gradient(g[i], p, c, l2)
+        a, b = _moment(m_0[i], x, c), _square(v_0[i], x, c)
+        m[i], v[i] = a, b
+        store_master(hi, lo, i, _moved(p, a, b, c))
+
+
+@inner(error_model="numpy")
+def _split_half(hi, lo, m, v, g, c, writes):
+    if writes == PARAMETERS:
         for i in range(hi.size):
             p = joined(hi[i], lo[i])
             x = _scaled(g[i], c)
@@ -170,23 +186,32 @@ def _split_piece(hi, lo, m, v, before, g, c, l2, writes):
             m[i], v[i] = _moment(m[i], x, c), _square(v[i], x, c)
 
 
-@njit(nogil=True, error_model="numpy")
 def _split_block(hi, lo, m, v, before, g, c, l2, writes):
-    if before is None:
-        _split_piece(hi, lo, m, v, None, g, c, l2, writes)
-    else:
+    """Step a block as :func:`_whole_block` does."""
+
+
+@overload(_split_block, jit_options=_INNER)
+def _split_block_numba(hi, lo, m, v, before, g, c, l2, writes):
+    def in_place(hi, lo, m, v, before, g, c, l2, writes):
+        if writes == _BOTH:
+            _split_piece(hi, lo, m, v, None, g, c, l2)
+        else:
+            _split_half(hi, lo, m, v, g, c, writes)
+
+    def into(hi, lo, m, v, before, g, c, l2, writes):
         new_hi, new_lo = np.empty(_TILE, hi.dtype), np.empty(_TILE, lo.dtype)
         new_m, new_v = np.empty(_TILE, m.dtype), np.empty(_TILE, v.dtype)
         for a in range(0, hi.size, _TILE):
             z = min(a + _TILE, hi.size)
             here = (new_hi[: z - a], new_lo[: z - a], new_m[: z - a], new_v[: z - a])
-            was = _cut(before, a, z)
-            _split_piece(here[0], here[1], here[2], here[3], was, g[a:z], c, l2, writes)
+            _split_piece(here[0], here[1], here[2], here[3], _cut(before, a, z), g[a:z], c, l2)
             stream(hi, a, new_hi, z - a)
             stream(lo, a, new_lo, z - a)
             stream(m, a, new_m, z - a)
             stream(v, a, new_v, z - a)
         written_out()
+
+    return in_place if isinstance(before, types.NoneType) else into
 
 
 @one_process_compiles
@@ -197,18 +222,21 @@ def _step_split(hi, lo, m, v, before, g, c, l2, writes):
         _split_block(hi[a:z], lo[a:z], m[a:z], v[a:z], _cut(before, a, z), g[a:z], c, l2, writes)
 
 
-@njit(nogil=True, error_model="numpy")
-def _split16_piece(hi, lo, m, v, before, g, c, l2, writes, place, key_1, key_2):
+@inner(error_model="numpy")
+def _split16_piece(hi, lo, m, v, before, g, c, l2, place, key_1, key_2):
     hi_0, lo_0, m_0, v_0 = (hi, lo, m, v) if before is None else before
-    if writes == _BOTH:
-        for i in range(hi.size):
-            p = joined(hi_0[i], lo_0[i])
-            x = _gradient(g[i], p, c, l2)
-            a, b = _moment(from_bfloat16(m_0[i]), x, c), _square(from_bfloat16(v_0[i]), x, c)
-            random = noise_at(U(place + U(i)), key_1, key_2)
-            m[i], v[i] = stochastic(a, U(random >> _16)), stochastic(b, U(random & _LOW16))
-            store_master(hi, lo, i, _moved(p, a, b, c))
-    elif writes == PARAMETERS:
+    for i in range(hi.size):
+        p = joined(hi_0[i], lo_0[i])
+        x = _gradient(g[i], p, c, l2)
+        a, b = _moment(from_bfloat16(m_0[i]), x, c), _square(from_bfloat16(v_0[i]), x, c)
+        random = noise_at(U(place + U(i)), key_1, key_2)
+        m[i], v[i] = stochastic(a, U(random >> _16)), stochastic(b, U(random & _LOW16))
+        store_master(hi, lo, i, _moved(p, a, b, c))
+
+
+@inner(error_model="numpy")
+def _split16_half(hi, lo, m, v, g, c, writes, place, key_1, key_2):
+    if writes == PARAMETERS:
         for i in range(hi.size):
             p = joined(hi[i], lo[i])
             x = _scaled(g[i], c)
@@ -222,25 +250,32 @@ def _split16_piece(hi, lo, m, v, before, g, c, l2, writes, place, key_1, key_2):
             m[i], v[i] = stochastic(a, U(random >> _16)), stochastic(b, U(random & _LOW16))
 
 
-@njit(nogil=True, error_model="numpy")
 def _split16_block(hi, lo, m, v, before, g, c, l2, writes, place, key_1, key_2):
-    if before is None:
-        _split16_piece(hi, lo, m, v, None, g, c, l2, writes, place, key_1, key_2)
-    else:
+    """Step a block as :func:`_whole_block` does."""
+
+
+@overload(_split16_block, jit_options=_INNER)
+def _split16_block_numba(hi, lo, m, v, before, g, c, l2, writes, place, key_1, key_2):
+    def in_place(hi, lo, m, v, before, g, c, l2, writes, place, key_1, key_2):
+        if writes == _BOTH:
+            _split16_piece(hi, lo, m, v, None, g, c, l2, place, key_1, key_2)
+        else:
+            _split16_half(hi, lo, m, v, g, c, writes, place, key_1, key_2)
+
+    def into(hi, lo, m, v, before, g, c, l2, writes, place, key_1, key_2):
         new_hi, new_lo = np.empty(_TILE, hi.dtype), np.empty(_TILE, lo.dtype)
         new_m, new_v = np.empty(_TILE, m.dtype), np.empty(_TILE, v.dtype)
         for a in range(0, hi.size, _TILE):
             z = min(a + _TILE, hi.size)
-            here = (new_hi[: z - a], new_lo[: z - a], new_m[: z - a], new_v[: z - a])
-            was = _cut(before, a, z)
-            _split16_piece(
-                here[0], here[1], here[2], here[3], was, g[a:z], c, l2, writes, U(place + U(a)), key_1, key_2
-            )
+            here, at = (new_hi[: z - a], new_lo[: z - a], new_m[: z - a], new_v[: z - a]), U(place + U(a))
+            _split16_piece(here[0], here[1], here[2], here[3], _cut(before, a, z), g[a:z], c, l2, at, key_1, key_2)
             stream(hi, a, new_hi, z - a)
             stream(lo, a, new_lo, z - a)
             stream(m, a, new_m, z - a)
             stream(v, a, new_v, z - a)
         written_out()
+
+    return in_place if isinstance(before, types.NoneType) else into
 
 
 @one_process_compiles
@@ -253,7 +288,7 @@ def _step_split16(hi, lo, m, v, before, g, c, l2, writes, state, start):
         _split16_block(hi[a:z], lo[a:z], m[a:z], v[a:z], was, g[a:z], c, l2, writes, place, key_1, key_2)
 
 
-@njit(nogil=True, error_model="numpy")
+@inner(error_model="numpy")
 def _largest(x):
     """Return the largest magnitude, or NaN. Bit patterns sort as the magnitudes do, NaN last."""
     top = _0
@@ -262,7 +297,7 @@ def _largest(x):
     return from_bits(U(top))
 
 
-@njit(nogil=True, error_model="numpy")
+@inner(error_model="numpy")
 def _quantized_piece(
     hi, lo, m, m_scale, v, v_scale, before, block, g, c, l2, writes, place, key_1, key_2, wide_m, wide_v
 ):
