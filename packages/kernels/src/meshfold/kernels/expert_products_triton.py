@@ -22,9 +22,12 @@ _LISTED = 32  # tiles that a program lists
 
 @triton.jit(do_not_specialize=["most"])
 def _list_tiles(
-    ends, tile_experts, tile_rows, most, experts, ROWS: tl.constexpr, LISTED: tl.constexpr, E: tl.constexpr
+    ends, tile_experts, tile_rows, tile_ends, most, experts, ROWS: tl.constexpr, LISTED: tl.constexpr, E: tl.constexpr
 ):
-    """Write the expert and the first row of each tile of ROWS rows; as expert the number of experts for those that do not exist."""
+    """Write the expert, the first row and the row after the expert's last of each tile of ROWS rows.
+
+    The expert of tiles that do not exist is the number of experts.
+    """
     expert = tl.arange(0, E)
     exists = expert < experts
     end = tl.load(ends + expert, mask=exists, other=0)
@@ -37,6 +40,8 @@ def _list_tiles(
     row = tile * ROWS + tl.sum(tl.where(expert[None, :] == own[:, None], first[None, :], 0), 1)
     tl.store(tile_experts + tile, own, mask=tile < most)
     tl.store(tile_rows + tile, row, mask=tile < most)
+    last = tl.sum(tl.where(expert[None, :] == own[:, None], end[None, :], 0), 1)
+    tl.store(tile_ends + tile, last, mask=tile < most)
 
 
 @triton.jit
@@ -52,9 +57,9 @@ def _gated(
     x,
     tokens,
     gate_up,
-    ends,
     tile_experts,
     tile_rows,
+    tile_ends,
     weights,
     both,
     hidden,
@@ -74,7 +79,7 @@ def _gated(
     expert = tl.load(tile_experts + tile)
     if expert < experts:
         first = tl.load(tile_rows + tile)
-        end = tl.load(ends + expert)
+        end = tl.load(tile_ends + tile)
         row = first + tl.arange(0, M)
         real = row < end
         source = _sources(tokens, tl.where(real, row, first), GATHERS)
@@ -111,9 +116,9 @@ def _gated_gradients(
     dy,
     tokens,
     down,
-    ends,
     tile_experts,
     tile_rows,
+    tile_ends,
     weights,
     both,
     dboth,
@@ -134,7 +139,7 @@ def _gated_gradients(
     expert = tl.load(tile_experts + tile)
     if expert < experts:
         first = tl.load(tile_rows + tile)
-        end = tl.load(ends + expert)
+        end = tl.load(tile_ends + tile)
         row = first + tl.arange(0, M)
         real = row < end
         source = _sources(tokens, tl.where(real, row, first), GATHERS)
@@ -189,9 +194,9 @@ def _back(d, both, dboth, there, ffn, weight, real):
 def _times(
     x,
     matrix,
-    ends,
     tile_experts,
     tile_rows,
+    tile_ends,
     y,
     experts,
     inner,
@@ -210,7 +215,7 @@ def _times(
     expert = tl.load(tile_experts + tile)
     if expert < experts:
         first = tl.load(tile_rows + tile)
-        end = tl.load(ends + expert)
+        end = tl.load(tile_ends + tile)
         row = first + tl.arange(0, M)
         real = row < end
         column = (tl.program_id(0) % across) * N + tl.arange(0, N)
@@ -281,17 +286,15 @@ def gated(
     experts, both_wide, inner = gate_up.shape
     count, ffn = weights.shape[0], both_wide // 2
     both, hidden = x.new_empty(count, both_wide), x.new_empty(count, ffn)
-    tile_experts, tile_rows = _listed(ends, count, tile)
+    tiles = _listed(ends, count, tile)
     launch(
         _gated,
-        (tile_experts.shape[0] * (ffn // (tile.columns // 2)),),
+        (tiles[0].shape[0] * (ffn // (tile.columns // 2)),),
         x,
         x,
         ends if tokens is None else tokens,
         gate_up,
-        ends,
-        tile_experts,
-        tile_rows,
+        *tiles,
         weights,
         both,
         hidden,
@@ -312,17 +315,15 @@ def gated_gradients(
     count = both.shape[0]
     dboth = torch.empty_like(both)
     parts = dy.new_empty(ffn // tile.columns, count, dtype=torch.float32)
-    tile_experts, tile_rows = _listed(ends, count, tile)
+    tiles = _listed(ends, count, tile)
     launch(
         _gated_gradients,
-        (tile_experts.shape[0] * parts.shape[0],),
+        (tiles[0].shape[0] * parts.shape[0],),
         dy,
         dy,
         ends if tokens is None else tokens,
         down,
-        ends,
-        tile_experts,
-        tile_rows,
+        *tiles,
         weights,
         both,
         dboth,
@@ -341,16 +342,14 @@ def gated_gradients(
 def times(x: Tensor, matrix: Tensor, ends: Tensor, tile: ProductTile) -> Tensor:
     experts, inner, wide = matrix.shape
     y = x.new_empty(x.shape[0], wide)
-    tile_experts, tile_rows = _listed(ends, x.shape[0], tile)
+    tiles = _listed(ends, x.shape[0], tile)
     launch(
         _times,
-        (tile_experts.shape[0] * (wide // tile.columns),),
+        (tiles[0].shape[0] * (wide // tile.columns),),
         x,
         x,
         matrix,
-        ends,
-        tile_experts,
-        tile_rows,
+        *tiles,
         y,
         experts,
         inner,
@@ -393,14 +392,14 @@ def outer(
     return y
 
 
-def _listed(ends: Tensor, count: int, tile: ProductTile) -> tuple[Tensor, Tensor]:
-    """Return the experts and the first rows of tiles."""
+def _listed(ends: Tensor, count: int, tile: ProductTile) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the experts of tiles, their first rows, and the row after the last of the expert."""
     most = cdiv(count, tile.rows) + ends.shape[0]
-    tile_experts, tile_rows = ends.new_empty(most), ends.new_empty(most)
+    tile_experts, tile_rows, tile_ends = ends.new_empty(3, most).unbind()
     wide = triton.next_power_of_2(ends.shape[0])
-    arguments = (ends, tile_experts, tile_rows, most, ends.shape[0])
+    arguments = (ends, tile_experts, tile_rows, tile_ends, most, ends.shape[0])
     launch(_list_tiles, (cdiv(most, _LISTED),), ends, *arguments, ROWS=tile.rows, LISTED=_LISTED, E=wide, num_warps=4)
-    return tile_experts, tile_rows
+    return tile_experts, tile_rows, tile_ends
 
 
 def _settings(x: Tensor, tile: ProductTile) -> dict[str, Any]:
