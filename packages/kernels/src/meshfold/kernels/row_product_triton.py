@@ -303,7 +303,6 @@ def product(
             grid,
             x,
             *arguments,
-            1,
             BITS=words,
             BC=32 * sizes.warps,
             LINES=lines(256 * sizes.warps),

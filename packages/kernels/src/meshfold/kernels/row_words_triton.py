@@ -126,7 +126,7 @@ def _middle(zero, group, mask, BITS: tl.constexpr, ZERO: tl.constexpr):
     return found
 
 
-@triton.jit(do_not_specialize=["unit"])
+@triton.jit(do_not_specialize_on_alignment=["w", "w2", "scale", "scale2", "zero", "zero2"])
 def product_words(
     x,
     w,
@@ -145,7 +145,6 @@ def product_words(
     w_row,
     groups,
     eps,
-    unit,
     BITS: tl.constexpr,
     GROUP: tl.constexpr,
     ZERO: tl.constexpr,
@@ -160,7 +159,8 @@ def product_words(
 ):
     """Multiply by a weight (GROUP 0), by codes with a scale of each row (GROUP 1), or of each group; BC words at a time.
 
-    ``unit`` is 1, which the compiler must not know: it would give a thread two neighbours, and what goes with them another order.
+    Threads must lie along a row, each with one word. Where addresses are multiples of 16 the compiler gives a thread two, so it
+    does not know that they are. Scales are said to be contiguous so that the thread that has a word loads its scale.
     """
     PER: tl.constexpr = 64 // BITS
     words = k // PER
@@ -168,7 +168,7 @@ def product_words(
     inside = row < n
     word = tl.arange(0, BC)
     wide = row.to(tl.int64)[:, None]
-    start = wide * w_row + (word * unit)[None, :]
+    start = wide * w_row + word[None, :]
     mask = inside[:, None] & (word < words)[None, :]
     ahead = tl.load(w + start, mask=mask, other=0, eviction_policy="evict_first")
     ahead2 = ahead
@@ -190,13 +190,14 @@ def product_words(
         low, high = _halves(ahead, BITS)
         low2, high2 = low, high
         next = here + BC
-        place = wide * w_row + (next * unit)[None, :]
+        place = wide * w_row + next[None, :]
         mask = inside[:, None] & (next < words)[None, :]
         if GATED:
             low2, high2 = _halves(ahead2, BITS)
             ahead2 = tl.load(w2 + place, mask=mask, other=0, eviction_policy="evict_first")
         ahead = tl.load(w + place, mask=mask, other=0, eviction_policy="evict_first")
         group = wide * groups + (here * PER // GROUP if GROUP > 1 else here * 0)[None, :]
+        group = tl.max_contiguous(group, (1, BC))
         mask = inside[:, None] & there[None, :]
         if GROUP > 1:  # loaded now, so that they are here when the words are unpacked
             scales = tl.load(scale + group, mask=mask, other=0.0).to(tl.float32)
