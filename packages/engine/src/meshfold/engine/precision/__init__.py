@@ -235,9 +235,12 @@ class Masters:
     @torch.no_grad()
     def publish(self, written: Collection[Tensor] = ()) -> None:
         """Round the masters into the parameters; skip those whose masters are given, which are up to date."""
-        pairs = [(low, high) for low, high in zip(self._low, self._high, strict=True) if high not in written]
-        if pairs:
-            torch._foreach_copy_([low for low, _ in pairs], [high for _, high in pairs])
+        low, high = self._low, self._high
+        if written:
+            pairs = [pair for pair in zip(low, high, strict=True) if pair[1] not in written]
+            low, high = [one for one, _ in pairs], [other for _, other in pairs]
+        if low:
+            torch._foreach_copy_(low, high)
 
 
 def keeps_statistics(module: nn.Module) -> bool:

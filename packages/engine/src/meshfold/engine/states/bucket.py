@@ -100,7 +100,7 @@ class Bucket:
     def drop_left(self) -> None:
         """Drop gradients that another backward has left in ``.grad``."""
         for parameter in self.parameters:
-            if _left(parameter) is not None:
+            if parameter.grad is not None and _left(parameter) is not None:
                 parameter.grad = None
 
     def take_left(self) -> None:

@@ -45,7 +45,7 @@ class _Call:
         self.branches, self.norms = branches, norms
         self.made: list[tuple[str, str]] = []
         self._around = self._mode()
-        self._over = False
+        self.defers, self._over = False, False  # whether a branch has returned, and whether the forward has
 
     def run(self, module: nn.Module, forward: Call, children: Mapping[str, Any], args: Any, kwargs: Any) -> Any:
         """Run a forward on a view of its module with these children."""
@@ -53,8 +53,10 @@ class _Call:
         before = {**module.__dict__, "_modules": {leaf: _Child(leaf, each, self) for leaf, each in children.items()}}
         before["_modules"].update({leaf: None for leaf, each in module._modules.items() if each is None})
         view.__dict__ = dict(before)
+        if kwargs:
+            kwargs = tensors(kwargs)
         try:
-            return results(forward(view, *args, **kwargs))
+            return results(forward(view, *map(tensors, args), **kwargs))
         finally:
             self._over = True
             for name, value in view.__dict__.items():
@@ -71,6 +73,8 @@ class _Call:
 
 class _Child:
     """A child of a module in its forward."""
+
+    __slots__ = ("_call", "_child", "_leaf")
 
     def __init__(self, leaf: str, child: Any, call: _Call) -> None:
         self._leaf, self._child, self._call = leaf, child, call
@@ -103,10 +107,13 @@ class _Child:
             result, value = norm.of_sum(args[0].branch, args[0].residual, child._parameters, source)
             args[0].made(value)
             call.made.append((args[0].leaf, leaf))
-        else:
+        elif call.defers:
             result = child(*map(tensors, args), **(tensors(kwargs) if kwargs else kwargs))
+        else:  # nothing waits before the first branch has returned
+            result = child(*args, **kwargs)
         if (call.branches is not None and leaf not in call.branches) or not call.waits():
             return result
+        call.defers = True
         if type(result) is tuple and result and type(result[0]) is Tensor:
             return (Branch(result[0], leaf), *result[1:])
         return Branch(result, leaf) if type(result) is Tensor else result
