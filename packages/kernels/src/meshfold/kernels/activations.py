@@ -139,7 +139,7 @@ class _Fused(torch.autograd.Function):
         rows = as_rows(gate_up)
         gradient = contiguous_like(rows)
         ctx.gradients(as_rows(dy), *rows.chunk(2, 1), *gradient.chunk(2, 1))
-        return gradient.view(gate_up.shape), None
+        return gradient.view_as(gate_up), None
 
 
 class _Weighted(torch.autograd.Function):
@@ -166,7 +166,7 @@ class _Separate(torch.autograd.Function):
         ctx.save_for_backward(gate, up)
         ctx.gradients, ctx.kind = dispatch.twin(gated_gradients, gate), kind
         y = _forward(as_rows(gate), as_rows(up), kind, source)
-        return y.reshape(gate.shape)
+        return y.reshape_as(gate)
 
     @staticmethod
     @once_differentiable
@@ -175,7 +175,7 @@ class _Separate(torch.autograd.Function):
         rows, others = as_rows(gate), as_rows(up)
         dgate, dup = contiguous_like(rows), contiguous_like(others)
         ctx.gradients(as_rows(dy), rows, others, dgate, dup, ctx.kind)
-        return dgate.view(gate.shape), dup.view(up.shape), None, None
+        return dgate.view_as(gate), dup.view_as(up), None, None
 
 
 def _forward(gate: Tensor, up: Tensor, kind: Activation, source: Fp8Source | None) -> Tensor:
@@ -223,14 +223,14 @@ class _BiasGelu(torch.autograd.Function):
         ctx.tanh = tanh
         ctx.save_for_backward(x, bias)
         y = dispatch.twin(gelu, x)(as_rows(x), bias, tanh)
-        return y.reshape(x.shape)
+        return y.reshape_as(x)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> Any:
         x, bias = ctx.saved_tensors
         dx, dbias = ctx.gradients(as_rows(dy), as_rows(x), bias, ctx.tanh)
-        return dx.reshape(x.shape), None if bias is None else dbias.to(bias.dtype), None
+        return dx.reshape_as(x), None if bias is None else dbias.to(bias.dtype), None
 
 
 _fused, _weighted, _separate, _bias_gelu = map(applied, (_Fused, _Weighted, _Separate, _BiasGelu))

@@ -34,7 +34,9 @@ def as_rows(x: Tensor) -> Tensor:
     """``... c -> (...) c`` with neighbouring columns side by side in memory: a view where that is possible."""
     if x.ndim == 0:
         raise ValueError("kernels work on rows; a tensor without dims has none: give it at least one dim")
-    rows = x if x.ndim == 2 else x.reshape(x.shape[:-1].numel(), x.shape[-1])
+    rows = (
+        x if x.ndim == 2 else x.flatten(0, -2) if x.ndim > 2 else x.unsqueeze(0)
+    )  # each one call: models ask very often
     return rows if rows.stride(1) == 1 or rows.shape[1] <= 1 else rows.contiguous()
 
 

@@ -133,7 +133,7 @@ class _Norm(torch.autograd.Function):
         y, _, mean, rstd = _forward(x, None, weight, bias, eps, centred, source)
         ctx.save_for_backward(x, weight, mean, rstd)
         ctx.bias_dtype = None if bias is None else bias.dtype
-        return y if x.ndim == 2 else y.reshape(x.shape)
+        return y if x.ndim == 2 else y.reshape_as(x)
 
     @staticmethod
     @once_differentiable
@@ -157,7 +157,7 @@ class _AddNorm(torch.autograd.Function):
         ctx.gradients = dispatch.twin(gradients, x)
         y, summed, mean, rstd = _forward(x, residual, weight, bias, eps, centred, source)
         if x.ndim != 2:
-            y, summed = y.reshape(x.shape), summed.reshape(x.shape)
+            y, summed = y.reshape_as(x), summed.reshape_as(x)
         ctx.save_for_backward(summed, weight, mean, rstd)
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.x_dtype = x.dtype
@@ -216,7 +216,7 @@ def _backward(ctx: Any, dy: Tensor, added: Tensor | None) -> tuple[Tensor, Tenso
         dweight = dweight.to(weight.dtype)
     if dbias is not None and dbias.dtype is not ctx.bias_dtype:
         dbias = dbias.to(ctx.bias_dtype)
-    return dx if x.ndim == 2 else dx.reshape(x.shape), dweight, dbias
+    return dx if x.ndim == 2 else dx.reshape_as(x), dweight, dbias
 
 
 _norm, _add_norm = applied(_Norm), applied(_AddNorm)
