@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from meshfold.engine.precision import Masters, Precision
 from meshfold.engine.states import GradientReducer
 from meshfold.mesh import Mesh
+from meshfold.mesh.parameters import accumulate_grad, accumulate_grad_product
 
 
 class _Operators(TorchDispatchMode):
@@ -152,4 +153,42 @@ def test_a_parameter_of_several_recomputed_blocks_has_the_sum_of_its_gradients()
             twice(reentrant).backward()
         reducer.finish()
         torch.testing.assert_close(masters.of(model.weight).grad, wanted.float(), rtol=0.02, atol=0.02)
+    reducer.close()
+
+
+def test_products_go_into_their_bucket_beside_whole_gradients_and_not_past_hooks_of_others() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6, bias=False), nn.Linear(6, 2)).double()
+    parameters = list(model.parameters())
+    masters = Masters(parameters, Precision.parse("fp64"))
+    reducer = GradientReducer(parameters, masters, Mesh({}), several=True)
+    first, second, bias = parameters
+    wanted = {parameter: torch.zeros_like(parameter) for parameter in parameters}
+
+    def give(weight: nn.Parameter) -> None:
+        left, right = torch.randn(weight.shape[0], 5).double(), torch.randn(5, weight.shape[1]).double()
+        wanted[weight] += left @ right
+        with torch.no_grad():
+            accumulate_grad_product(weight, left, right)
+
+    for step in range(3):
+        with reducer.backward(last=step == 2), _Operators() as operators:
+            give(first)
+            if step == 1:  # a whole gradient between products
+                gradient = torch.randn_like(second)
+                wanted[second] += gradient
+                accumulate_grad(second, gradient)
+            else:
+                give(second)
+            accumulate_grad(bias, torch.ones_like(bias))
+            wanted[bias] += 1
+        assert operators.seen["addmm_"] == step, "a product is added where a part has come before"
+    reducer.finish(0.5)
+    for parameter in parameters:
+        torch.testing.assert_close(masters.of(parameter).grad, wanted[parameter] / 2, rtol=1e-12, atol=1e-12)
+    seen: list[bool] = []
+    first.register_post_accumulate_grad_hook(lambda parameter: seen.append(True))
+    with reducer.backward(last=True):
+        give(first)
+    assert seen == [True]
     reducer.close()

@@ -22,6 +22,7 @@ WAITING = ("_local_scalar_dense", "nonzero", "equal", "is_nonzero", "masked_sele
 SPECS: dict[str, dict[str, Any]] = {
     "data": dict(data=2),
     "tensor": dict(tensor=2),
+    "sequence": dict(sequence=dict(mode="ulysses", size=2)),
     "zero 1": dict(data=2, zero=dict(stage=1)),
     "zero 2": dict(data=2, zero=dict(stage=2)),
     "zero 3": dict(data=2, zero=dict(stage=3)),

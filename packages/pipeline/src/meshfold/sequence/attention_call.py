@@ -204,7 +204,7 @@ class AttentionMode(TorchFunctionMode):
         if positions is None:
             return None
         where = options.get("device") or torch.get_default_device()
-        return self._told(positions.to(where, dtype or torch.int64))
+        return self._told(positions.to(where, dtype or torch.int64, non_blocking=True))
 
 
 class ModeAroundModules:

@@ -103,7 +103,7 @@ class RingDropout:
 
     def _positions(self, place: int, device: torch.device) -> Tensor:
         pieces = self.sharding.ring_pieces(place)
-        return torch.cat([torch.arange(*piece, device="cpu") for piece in pieces]).to(device)
+        return torch.cat([torch.arange(*piece, device=device) for piece in pieces])
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

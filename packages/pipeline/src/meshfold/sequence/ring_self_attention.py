@@ -98,4 +98,4 @@ def _seen(job: RingSelfSettings, device: torch.device) -> Tensor:
     sharding = job.sharding
     queries = sharding.indices(job.group.index)
     keys = torch.cat([sharding.indices(rank) for rank in range(sharding.ring)])
-    return dense(job.mask, queries, keys).to(device)
+    return dense(job.mask, queries, keys).to(device, non_blocking=True)

@@ -91,9 +91,12 @@ class SequenceSharding:
             passed += stop - start
         return tuple(found)
 
-    def indices(self, rank: int) -> Tensor:
-        """Return the index in the padded sequence of each of the rank's tokens: ``local``, int64."""
-        return torch.cat([torch.arange(*piece, device="cpu") for piece in self.pieces(rank)])
+    def indices(self, rank: int, device: torch.device | str = "cpu") -> Tensor:
+        """Return the index in the padded sequence of each of the rank's tokens: ``local``, int64.
+
+        They are made on the device: a copy from the host would wait for all that is queued there.
+        """
+        return torch.cat([torch.arange(*piece, device=device) for piece in self.pieces(rank)])
 
     def inverse(self) -> Tensor:
         """Return the index of each token in the concatenated shards of all ranks: ``padded``, int64."""
@@ -144,22 +147,25 @@ class SequenceSharding:
             )
         if self.ring == 1 or self.order == "contiguous":
             return joined.narrow(dim, 0, self.length)
-        return joined.index_select(dim, inverse_of(self)[: self.length].to(joined.device))
+        return joined.index_select(dim, inverse_of(self)[: self.length].to(joined.device, non_blocking=True))
 
-    def positions(self, rank: int, documents: Sequence[int] | None = None) -> Tensor:
+    def positions(
+        self, rank: int, documents: Sequence[int] | None = None, device: torch.device | str = "cpu"
+    ) -> Tensor:
         """Return the position of each of the rank's tokens, for rotary tables and learned positions: ``local``, int64.
 
         Args:
             rank: whose tokens.
             documents: cumulative lengths; positions start again at each document.
+            device: where to make them.
 
         Padding has the position of the last token, so that no table is read beyond its end.
         """
-        index = self.indices(rank).clamp_(max=self.length - 1)
         if documents is None:
-            return index
+            return self.indices(rank, device).clamp_(max=self.length - 1)
+        index = self.indices(rank).clamp_(max=self.length - 1)
         bounds = torch.tensor(check_documents(documents, self.length), dtype=torch.int64, device="cpu")
-        return index - bounds[torch.searchsorted(bounds, index, right=True) - 1]
+        return (index - bounds[torch.searchsorted(bounds, index, right=True) - 1]).to(device, non_blocking=True)
 
 
 @lru_cache(maxsize=64)

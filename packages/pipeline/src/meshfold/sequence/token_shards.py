@@ -77,7 +77,7 @@ def positions(
         device: of the result.
     """
     rank = mesh.index(*sequence_mode(mode, mesh).axes)
-    return sequence_sharding(length, mesh, mode, order).positions(rank, documents).to(device)
+    return sequence_sharding(length, mesh, mode, order).positions(rank, documents, device)
 
 
 def next_tokens(labels: Tensor, documents: Sequence[int] | None = None, *, ignore_index: int = IGNORE_INDEX) -> Tensor:

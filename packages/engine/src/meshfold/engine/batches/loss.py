@@ -141,7 +141,6 @@ class LossCalls(TorchFunctionMode):
     Attributes:
         ignored: their ``ignore_index``; -100 by default.
         counts: of each call, and of each CTC loss, the targets that its mean is over.
-        contrasts: the targets of a call that finds row i among all rows, for every i; None without one.
     """
 
     def __init__(self, *, parts: str, exact: bool) -> None:
@@ -152,7 +151,7 @@ class LossCalls(TorchFunctionMode):
         super().__init__()
         self.ignored = IGNORE_INDEX
         self.counts: list[Tensor] = []
-        self.contrasts: Tensor | None = None
+        self._square: list[Tensor] = []  # targets of calls with as many classes as rows
         self._parts, self._exact = parts, exact
         self._eager = ExitStack()
 
@@ -178,6 +177,14 @@ class LossCalls(TorchFunctionMode):
             lengths = given["target_lengths"] if "target_lengths" in given else args[3]
             self.counts.append(torch.tensor(len(lengths)))
         return func(*args, **given)
+
+    @property
+    def contrasts(self) -> Tensor | None:
+        """The targets of a call that finds row i among all rows, for every i; None without one. Waits for the device."""
+        for target in self._square:
+            if bool((target == torch.arange(target.shape[0], device=target.device)).all()):
+                return target
+        return None
 
     def _filler(self, target: Tensor) -> Tensor:
         """Return the targets of a rank without rows in the form that the user's loss expects; other targets unchanged.
@@ -211,12 +218,8 @@ class LossCalls(TorchFunctionMode):
         with untracked():  # not the model's code
             self.counts.append((target != ignore_index).sum())
             rows = target.shape[0] if target.dim() == 1 else 0
-            if (
-                rows
-                and input.shape == (rows, rows)
-                and bool((target == torch.arange(rows, device=target.device)).all())
-            ):
-                self.contrasts = target
+            if rows and input.shape == (rows, rows):
+                self._square.append(target)
         if weight is not None:
             raise SpecError(
                 f"cross_entropy(weight=...) averages by the weights of the targets' classes, but the means of {self._parts} "

@@ -94,7 +94,7 @@ class Incoming:
         if self._caches:
             given["use_cache"] = False  # a cache of only this rank's tokens would be useless
         if training:
-            set_token_shards(TokenShards(length=length, index=sharding.indices(rank).to(tokens.device)))
+            set_token_shards(TokenShards(length=length, index=sharding.indices(rank, tokens.device)))
         now = Forward(sharding=sharding, rows=rows, share=share, documents=documents)
         return tuple(given.pop(name, None) for name in names), given, now
 

@@ -138,6 +138,32 @@ class Bucket:
         self._waiting[place] = gradient
         self.write()
 
+    def add_product(self, place: int, left: Tensor, right: Tensor) -> bool:
+        """Add a part of a gradient, ``left @ right``, in one multiplication; return False, with nothing changed, where it cannot.
+
+        A product of float16 or bfloat16 is not rounded to their type before it is added in float32.
+        """
+        like = self.targets[place]
+        wide = like.dtype == torch.float32 and left.is_cuda and left.dtype in (torch.float16, torch.bfloat16)
+        usual = left.device == like.device and (wide or left.dtype == like.dtype)
+        if self._pending is not None or not usual or len(self._shapes[place]) != 2:
+            return False
+        flat = self._make_flat() if self._flat is None else self._flat
+        if not self._parts:
+            self._parts = self._parts_of(flat)
+        part, more = self._parts[place], place in self._filled
+        if wide and more:
+            torch.addmm(part, left, right, out_dtype=like.dtype, out=part)
+        elif wide:
+            torch.mm(left, right, out_dtype=like.dtype, out=part)
+        elif more:
+            part.addmm_(left, right)
+        else:
+            torch.mm(left, right, out=part)
+        self._filled.add(place)
+        self._used.add(place)
+        return True
+
     def write(self) -> None:
         """Write the gradients that wait into the buffer, or add them to those of earlier micro-steps."""
         write_together([self])

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from meshfold.engine.precision import Masters
 from meshfold.engine.states.bucket import Bucket, BucketGradients, write_together
 from meshfold.mesh import Mesh, metadata
-from meshfold.mesh.parameters import GradientProxy
+from meshfold.mesh.parameters import GradientHook, GradientProxy
 
 BUCKET_BYTES = 25 * 2**20
 
@@ -177,27 +177,11 @@ class GradientReducer:
 
     def _listen_to_each(self) -> None:
         """Let every parameter call as soon as it has a gradient, which is a part of a sum."""
-        reducer = ref(self)
-
-        def hook(bucket: Bucket, place: int) -> Callable[[Tensor], None]:
-            held = ref(bucket)
-
-            def arrive(parameter: Tensor) -> None:
-                me, bucket, gradient = reducer(), held(), parameter.grad
-                # A proxy: another owner's backward, while ours is in .grad.
-                if me is None or bucket is None or gradient is None or isinstance(gradient, GradientProxy):
-                    return
-                if me._listening:
-                    bucket.add(place, gradient)
-                del gradient
-                parameter.grad = None
-
-            return arrive
-
         for bucket in self.buckets:
             for place, parameter in enumerate(bucket.parameters):
                 self._places[parameter] = bucket, place
-                self._handles.append(parameter.register_post_accumulate_grad_hook(hook(bucket, place)))
+                hook = _PartArrival(self, bucket, place)
+                self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
 
     def _take_ready(self, bucket: Bucket) -> None:
         """Take the gradients of a bucket whose parameter has called, and of those before it, if all of them are there."""
@@ -233,6 +217,28 @@ class GradientReducer:
                     return
                 bucket.launch()
             self._next += 1
+
+
+class _PartArrival(GradientHook):
+    """Takes parts of a parameter's gradient into its bucket."""
+
+    def __init__(self, reducer: GradientReducer, bucket: Bucket, place: int) -> None:
+        # Weak: a reducer dropped without close() must not take gradients, and the garbage collector does not see through hooks.
+        self._reducer, self._bucket, self._place = ref(reducer), ref(bucket), place
+
+    def __call__(self, parameter: Tensor) -> None:
+        me, bucket, gradient = self._reducer(), self._bucket(), parameter.grad
+        # A proxy: another owner's backward, while ours is in .grad.
+        if me is None or bucket is None or gradient is None or isinstance(gradient, GradientProxy):
+            return
+        if me._listening:
+            bucket.add(self._place, gradient)
+        del gradient
+        parameter.grad = None
+
+    def add_product(self, left: Tensor, right: Tensor) -> bool:
+        me, bucket = self._reducer(), self._bucket()
+        return me is not None and bucket is not None and me._listening and bucket.add_product(self._place, left, right)
 
 
 def _fill(parameters: Sequence[nn.Parameter], masters: Masters, mesh: Mesh, bucket_bytes: int) -> list[Bucket]:

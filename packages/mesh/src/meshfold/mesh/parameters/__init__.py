@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from meshfold.mesh.parameters.deferred_wgrad import (
     DefersWeightGrad,
+    GradientHook,
     MatmulOperands,
     WeightGradQueue,
     WeightGradSite,
@@ -43,6 +44,7 @@ from meshfold.mesh.parameters.tensor_blocks import ShardedBlocks, base_axis, blo
 __all__ = [
     "ROLE",
     "DefersWeightGrad",
+    "GradientHook",
     "GradientProxy",
     "MatmulOperands",
     "OptimizerProbeError",

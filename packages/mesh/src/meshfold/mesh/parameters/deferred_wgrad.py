@@ -13,7 +13,7 @@ are copied: the memory of both belongs to the compiled graph, which uses it agai
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from itertools import count
 from typing import Any, Protocol, TypeVar, runtime_checkable
@@ -193,12 +193,25 @@ def gradient_scope() -> Iterator[None]:
 _together: list[list[Callable[[], None]]] = []  # not thread-local: autograd runs hooks on its own threads
 
 
+class GradientHook:
+    """Base of hooks for complete gradients that can multiply into a buffer of their own, with no gradient made first."""
+
+    def __call__(self, parameter: Tensor) -> None:
+        """Take the gradient in ``parameter.grad``."""
+        raise NotImplementedError
+
+    def add_product(self, left: Tensor, right: Tensor) -> bool:
+        """Take ``left @ right`` and return True; return False, with nothing changed, where a whole gradient must come."""
+        raise NotImplementedError
+
+
 def accumulate_grad(parameter: nn.Parameter, gradient: Tensor) -> None:
     """Add to ``.grad`` as autograd does, and run the hooks that wait for it. A first gradient is not copied.
 
     The parameter may be empty at that time: ZeRO stage 3 releases values that are not in use, and dw needs none.
     """
-    if parameter._post_accumulate_grad_hooks or parameter._backward_hooks:
+    complete = parameter._post_accumulate_grad_hooks
+    if parameter._backward_hooks or (complete and parameter.data.shape != gradient.shape):
         values = parameter.data
         if values.shape != gradient.shape:  # autograd checks the shape; an expanded scalar satisfies it
             parameter.data = values.new_zeros(()).expand(gradient.shape)
@@ -207,17 +220,25 @@ def accumulate_grad(parameter: nn.Parameter, gradient: Tensor) -> None:
         finally:
             if parameter.data.shape != values.shape:
                 parameter.data = values
-    elif parameter.grad is None:
+        return
+    if parameter.grad is None:
         parameter.grad = gradient
     else:
         parameter.grad.add_(gradient)
+    if complete:  # a backward of autograd for one parameter would take the host several times as long
+        with torch.no_grad(), nullcontext() if _together else gradient_scope():
+            for hook in tuple(complete.values()):
+                hook(parameter)
 
 
 def accumulate_grad_product(parameter: nn.Parameter, left: Tensor, right: Tensor) -> None:
-    """Add ``left @ right`` to ``.grad``, in one multiplication where there is a gradient already."""
-    hooked = parameter._post_accumulate_grad_hooks or parameter._backward_hooks
-    grad = parameter.grad
-    if hooked or grad is None or grad.dtype != left.dtype:
+    """Add ``left @ right`` to ``.grad``, or where the only hook collects gradients; in one multiplication where possible."""
+    complete, grad = parameter._post_accumulate_grad_hooks, parameter.grad
+    if complete and not parameter._backward_hooks and grad is None and len(complete) == 1:
+        (only,) = complete.values()
+        if isinstance(only, GradientHook) and only.add_product(left, right):
+            return
+    if complete or parameter._backward_hooks or grad is None or grad.dtype != left.dtype:
         accumulate_grad(parameter, (left @ right).to(parameter.dtype))
     else:
         grad.addmm_(left, right)
