@@ -122,7 +122,8 @@ def check_rows_apart(calls: LossCalls, output: Any, work: Batch, world: World, n
     """
     fields = output if isinstance(output, Mapping) else vars(output) if hasattr(output, "__dict__") else {}
     named = any(str(field).startswith("logits_per_") for field in fields)
-    if named or (calls.contrasts is not None and not _same(calls.contrasts, work.targets)):
+    contrasts = None if named else calls.contrasts
+    if named or (contrasts is not None and not _same(contrasts, work.targets)):
         raise SpecError(
             f"{world.spec.written or world.spec}: the loss of {name} compares every row of the batch with all others "
             "(contrastive), and a data rank has only its own rows: the loss would be another. Use a spec without data and zero, "
