@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from meshfold.engine import Engine
-from meshfold.engine.zero.captured_step import CapturedZeroSteps, CaptureReport
+from meshfold.engine.zero.captured_step import CaptureReport
 from meshfold.models import GPT, GPTConfig
 from meshfold.zero_gemini import ChunkPlacement
 from meshfold.zero_gemini.chunks.chunk import Chunk
@@ -223,27 +223,38 @@ def test_a_loss_that_is_not_finite_is_searched_eagerly(monkeypatch: pytest.Monke
     assert (report.captures, report.replays) == (2, 4)
 
 
+class Block(nn.Module):
+    """Looks at a value in its forward, or draws random numbers, and calls attention, which draws none."""
+
+    def __init__(self, draws: bool) -> None:
+        super().__init__()
+        self.first, self.second, self.draws = nn.Linear(8, 64), nn.Linear(64, 8), draws
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.second(self.first(x))
+        out = nn.functional.scaled_dot_product_attention(*[out.view(1, 1, -1, 8)] * 3).view_as(x)
+        return out + 0.0 * torch.rand_like(x) if self.draws else out * (1.0 if float(x.detach().sum()) > 1e9 else 2.0)
+
+
 class Waiting(nn.Module):
-    """Looks at a value in its forward."""
+    """Two such blocks."""
 
     def __init__(self, draws: bool) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.first, self.second, self.draws = nn.Linear(8, 64), nn.Linear(64, 8), draws
-        self.drawn = 0
+        self.blocks = nn.ModuleList([Block(draws), Block(draws)])
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.draws:
-            self.drawn += 1
-            return self.second(self.first(x + 0.0 * torch.rand_like(x)))  # type: ignore[no-any-return]
-        return self.second(self.first(x)) * (1.0 if float(x.sum()) > 1e9 else 2.0)  # type: ignore[no-any-return]
+        for block in self.blocks:
+            x = block(x)
+        return x
 
 
 @pytest.mark.parametrize(
     ("draws", "settings", "why"),
     [
         (False, dict(), "it cannot be captured: RuntimeError: operation not permitted when stream is capturing"),
-        (True, dict(), "the model draws random numbers"),
+        (True, dict(recompute="blocks"), "aten::rand_like draws random numbers, and blocks that recompute"),
         (True, dict(clip_grad_norm=None), "chunks are stepped while backward runs"),
         (True, dict(gradient_accumulation=2), "gradients are accumulated over several backwards"),
     ],
@@ -254,13 +265,10 @@ def test_steps_that_cannot_be_captured_run_eagerly(
     results = []
     work = (torch.ones(2, 8), torch.ones(2, 8))
     for cuda_graph in (False, True):
-        model = Waiting(draws)
-        # The state of a GPU's generator; the engine keeps a CPU's as it was.
-        monkeypatch.setattr(CapturedZeroSteps, "_random_state", lambda steps, model=model: torch.tensor(model.drawn))
         with (
             recorded(monkeypatch),
             engine_of(
-                model,
+                Waiting(draws),
                 loss_fn=lambda output, batch: (output - batch[1]).square().mean(),
                 cuda_graph=cuda_graph,
                 **settings,

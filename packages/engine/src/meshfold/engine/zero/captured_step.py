@@ -10,6 +10,7 @@ order of units is known. What is moved between graphs: :mod:`meshfold.zero_gemin
 
 from __future__ import annotations
 
+import gc
 import warnings
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 
 from meshfold.engine.captured_step import Counted, Inputs, form_of
 from meshfold.engine.model.mask_choice import masks_by_shape
+from meshfold.engine.model.random_draws import random_draws
 from meshfold.zero_gemini import BackwardRole, CapturedMoves, segments_on
 
 if TYPE_CHECKING:
@@ -88,7 +90,7 @@ class CapturedZeroSteps:
         self._warm, self._wanted = 0, 1  # micro-steps of this key since the last change, and before a capture
         self._failed: dict[Hashable, str] = {}
         self._relieved = 0
-        self._draws = False  # the model draws random numbers
+        self._draws: list[str] | None = None  # operators of the model that draw random numbers, if that is known
         self._capturing: _Step | None = None
         self._step: _Step | None = None
         self._replays = 0  # of the step that is captured
@@ -128,7 +130,7 @@ class CapturedZeroSteps:
         """
         with self._on_its_stream():
             relieves = False
-            if kind is not None and self._replays_it(work, kind, first=not gradients.backwards):
+            if kind is not None and self._replays_it(work, shares.count, kind, first=not gradients.backwards):
                 gradients.begin()
                 try:
                     share = shares.weight()
@@ -165,13 +167,11 @@ class CapturedZeroSteps:
     @contextmanager
     def _warming_up(self) -> Iterator[None]:
         """Context manager of a micro-step that runs eagerly."""
-        before = self._random_state()
         with masks_by_shape():
             yield
-        self._draws |= not torch.equal(before, self._random_state())
         self._warm += 1
 
-    def _replays_it(self, work: Batch, kind: BackwardRole, *, first: bool) -> bool:
+    def _replays_it(self, work: Batch, count: Tensor, kind: BackwardRole, *, first: bool) -> bool:
         """Return True if a micro-step is replayed or captured; ``report`` says why not.
 
         ``first``: it is the first of its optimizer step.
@@ -185,6 +185,8 @@ class CapturedZeroSteps:
             segments = segments_on(self._device)
             if segments is None:
                 why = "a CPU has no CUDA graphs"
+            elif draws := self._drawn(work, count):
+                why = f"{draws[0]} draws random numbers, and blocks that recompute could not draw them again"
             else:
                 self._capturing = _Step(CapturedMoves(segments))
         self._say(why)
@@ -246,6 +248,9 @@ class CapturedZeroSteps:
     def _captures(self, step: _Step) -> Iterator[None]:
         with ExitStack() as inside:
             inside.enter_context(masks_by_shape())
+            if gc.isenabled():  # what it frees may make calls that no graph can contain
+                gc.disable()
+                inside.callback(gc.enable)
             # A graph is begun and ended by one thread, and hooks of a backward do both.
             inside.enter_context(torch.autograd.set_multithreading_enabled(False))
             if self._blocks is not None:
@@ -300,8 +305,6 @@ class CapturedZeroSteps:
             return "gradients are accumulated over several backwards: set gradient_accumulation=1"
         if why := self._states.gemini.why_not_captured():
             return why
-        if self._draws:
-            return "the model draws random numbers, and a repeated forward could not draw them again"
         if self._key in self._failed:
             return self._failed[self._key]
         if self._states.residency.is_watching:
@@ -331,8 +334,14 @@ class CapturedZeroSteps:
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _random_state(self) -> Tensor:
-        return torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else torch.get_rng_state()
+    def _drawn(self, work: Batch, count: Tensor) -> list[str]:
+        """Return the model's operators that draw random numbers, if blocks recompute: graphs cannot repeat a draw."""
+        if self._blocks is None:
+            return []
+        if self._draws is None:
+            with masks_by_shape():
+                self._draws = random_draws(self._model, lambda: self._forward.loss(work, Counted(count)))
+        return self._draws
 
     def _say(self, why: str) -> None:
         """Report why a micro-step runs eagerly; warn of what the user can change, once."""

@@ -88,7 +88,7 @@ class Watcher:
             tracer = StepTracer(self._model, memory=memory, clock=CudaClock(self._device))
         else:
             tracer = StepTracer(self._model, memory=LiveBytes(), clock=WallClock())
-            self._watch.enter_context(_uncompiled())
+            self._watch.enter_context(uncompiled())
         handle = self._model.register_forward_pre_hook(self._count_tokens, with_kwargs=True)
         self._watch.callback(handle.remove)
         if self._blocks is not None:
@@ -154,7 +154,7 @@ def typical_timings(steps: Sequence[Mapping[StepKind, StepTiming]]) -> dict[Step
 
 
 @contextmanager
-def _uncompiled() -> Iterator[None]:
+def uncompiled() -> Iterator[None]:
     """Context manager: run compiled code eagerly, so that a mode can count its operations.
 
     Otherwise torch.compile, called under such a mode, would skip the code from then on.
