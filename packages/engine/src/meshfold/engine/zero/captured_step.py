@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from meshfold.engine.captured_step import Counted, Inputs, form_of
 from meshfold.engine.model.mask_choice import masks_by_shape
-from meshfold.engine.model.random_draws import random_draws
+from meshfold.engine.zero.random_draws import random_draws
 from meshfold.zero_gemini import BackwardRole, CapturedMoves, segments_on
 
 if TYPE_CHECKING:
