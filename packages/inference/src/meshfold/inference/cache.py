@@ -160,6 +160,11 @@ class Pool:
         """Return True if the Triton kernel takes such tensors."""
         return self.triton and x.is_cuda and x.dtype in (torch.float32, torch.bfloat16, torch.float16)
 
+    @property
+    def fused(self) -> bool:
+        """True if the Triton kernel computes single tokens in all layers; it finds the places of new keys in the tables."""
+        return all(self.layer(number).fused for number in range(len(self.layers)))
+
     def layer(self, number: int) -> PagedLayer:
         """Return the attention of a layer."""
         pages = self.layers[number]

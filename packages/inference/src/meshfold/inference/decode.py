@@ -50,6 +50,7 @@ class DecodeBatch:
         mine: slice,
         whole: bool,
         captures: bool,
+        finds_places: bool = False,
     ) -> None:
         """Args:
         rows: of the batch.
@@ -61,6 +62,7 @@ class DecodeBatch:
         mine: the rows that this rank has in attention.
         captures: steps become CUDA graphs.
         whole: attention gets tables of one width always, for compiled code; a graph does anyway.
+        finds_places: attention finds the places of new keys in the tables, and is not told.
         """
         self._rows, self._width, self._most, self._size, self._spare = rows, width, most, size, spare
         self._ids, self._positions, self._step = (
@@ -78,7 +80,7 @@ class DecodeBatch:
         self._next: list[tuple[Request, int]] = []  # the sequence of each row, and its next position
         self._graphs: dict[tuple[bool, bool, bool], torch.cuda.CUDAGraph] = {}
         self._mine, self._captures = mine, captures
-        self._whole = whole or self._captures
+        self._whole, self._finds_places = whole or self._captures, finds_places
 
     def load(self, spans: Sequence[Span], places: Sequence[int], steps: int, seen: Tensor | None) -> None:
         """Fill the buffers.
@@ -188,10 +190,13 @@ class DecodeBatch:
 
     def _advance(self, logits: Logits, words: SplitWords | None) -> None:
         """Compute one token of every row."""
-        place = torch.div(self._positions, self._size, rounding_mode="floor").clamp(max=self._width - 1)
-        page = self._tables.gather(1, place.unsqueeze(1)).squeeze(1)
-        page = torch.where(self._positions < self._width * self._size, page, self._spare)
-        mine, offset = self._mine, self._positions % self._size
+        page = offset = self._positions
+        if not self._finds_places:
+            place = torch.div(self._positions, self._size, rounding_mode="floor").clamp(max=self._width - 1)
+            page = self._tables.gather(1, place.unsqueeze(1)).squeeze(1)
+            page = torch.where(self._positions < self._width * self._size, page, self._spare)
+            offset = self._positions % self._size
+        mine = self._mine
         rows = Rows(page[mine], offset[mine], self._positions[mine], self._tables[mine, : self._used])
         found = logits(self._ids, self._positions, rows)
         settings: SamplingRows = self._settings

@@ -119,7 +119,7 @@ class PagedForward:
         self._paged: dict[nn.Module, PagedLayer] = {}
         shapes = self._shapes()
         self.pool = Pool(shapes, pages, size, device, cache)
-        self.short = device.type == "cuda" and not self._calls.staged and self.pool.layer(0).fused
+        self.short = device.type == "cuda" and not self._calls.staged and self.pool.fused
         self._blocks = CompiledBlocks(self.model, self._number, compile) if compile else None
         self._paged = {layer: self.pool.layer(number) for layer, number in self._number.items()} if compile else {}
         alone = self._calls.staged or self._parts.parts > 1
@@ -196,6 +196,7 @@ class PagedForward:
                 mine=self._parts.mine(each * self._parts.parts),
                 whole=self._blocks is not None,
                 captures=self.device.type == "cuda" and not self._calls.staged,
+                finds_places=self.pool.fused,
             )
             self._batches[each] = batch
         found: list[Sampled] = []

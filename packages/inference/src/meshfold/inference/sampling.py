@@ -88,12 +88,15 @@ class SamplingRows:
     """Settings of the rows of a batch as tensors ``b`` on the device, and the parts of the work that any row needs.
 
     Attributes:
+        drawn: bool, rows that draw at random.
+        divisor: of the logits: the temperature, or 1 for rows that do not draw.
         draws: some row draws at random.
         truncates: some row has top-k, top-p or min-p.
         penalizes: some row has a repetition penalty.
     """
 
-    temperature: Tensor
+    drawn: Tensor
+    divisor: Tensor
     top_k: Tensor
     top_p: Tensor
     min_p: Tensor
@@ -122,8 +125,10 @@ def sampling_rows(rows: Sequence[Sampling], device: torch.device) -> SamplingRow
     whole = torch.tensor([[_OFF if s.top_k is None else s.top_k, _signed(s.seed)] for s in rows], dtype=torch.int64).to(
         device
     )
+    drawn = numbers[:, 0] > 0
     return SamplingRows(
-        temperature=numbers[:, 0],
+        drawn=drawn,
+        divisor=torch.where(drawn, numbers[:, 0], 1.0),
         top_p=numbers[:, 1],
         min_p=numbers[:, 2],
         penalty=numbers[:, 3],
@@ -151,8 +156,7 @@ def sample(
         Tokens ``b`` int64, and their log-probs ``b`` in float32 (float64 for float64 logits): those of the model at the row's
         temperature (at 1 where it is 0), before any penalty and truncation. A trainer computes the same for these tokens.
     """
-    drawn = rows.temperature > 0
-    divisor = torch.where(drawn, rows.temperature, 1.0)
+    drawn, divisor = rows.drawn, rows.divisor
     states = _states(rows.seed, positions) if rows.draws else None
     if rows.plain:
         noise = (states, drawn if rows.draws else None)
@@ -197,8 +201,7 @@ def truncated(scores: Tensor, rows: SamplingRows) -> Tensor:
     least = torch.maximum(least, ordered.masked_fill(~inside, torch.inf).amin(-1, keepdim=True))
     likely = ordered[:, :1] + rows.min_p.to(scores.dtype).log().unsqueeze(1)
     least = torch.maximum(least, likely)
-    greedy = rows.temperature.unsqueeze(1) == 0
-    return torch.where((scores >= least) | greedy, scores, -torch.inf)
+    return torch.where((scores >= least) | ~rows.drawn.unsqueeze(1), scores, -torch.inf)
 
 
 def _states(seeds: Tensor, positions: Tensor) -> Tensor:
