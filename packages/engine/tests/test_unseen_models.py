@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -70,11 +71,13 @@ def loss_fn(logits: Tensor, batch: tuple[Tensor, Tensor]) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), batch[1].flatten())
 
 
+LIMITED = dict(stage=3, gpu_memory_limit="64MiB")
 COMPILED = dict(compile=dict(backend="aot_eager"))
 CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], dict[str, Any]]] = {
     "reentrant checkpoints in stages": (lambda: Checkpointing(True), dict(pipeline=dict(size=2, microbatches=2)), {}),
     "checkpoints of compiled blocks": (lambda: Checkpointing(False), dict(data=2), COMPILED),
-    "spectral norm, placed by a plan": (spectral, dict(zero=dict(stage=3, gpu_memory_limit="64MiB")), {}),
+    "compiled blocks, placed by a plan": (lambda: Checkpointing(False), dict(data=2, zero=LIMITED), COMPILED),
+    "spectral norm, placed by a plan": (spectral, dict(zero=LIMITED), {}),
     "positions that depend on the ids": (roberta, dict(sequence=dict(mode="ring", size=2)), {}),
 }
 
@@ -102,5 +105,6 @@ def test_it_trains_as_in_one_process(case: str) -> None:
                     if parameter.grad is not None:
                         parameter -= RATE * parameter.grad
         found = engine.full_state_dict()
+    assert sys.modules.get("torch._dynamo") is None or torch._dynamo.eval_frame._stance.stance == "default"
     for name, value in serial.state_dict().items():
         torch.testing.assert_close(found[name], value, rtol=0, atol=1e-12)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from meshfold.engine.batches import batch as batches
 from meshfold.engine.batches.branches import BranchMask
-from meshfold.engine.batches.loss import LossCalls, fields_of, leave_out_targets, uncompiled
+from meshfold.engine.batches.loss import LossCalls, fields_of, leave_out_targets
 from meshfold.engine.batches.observed_mean import check_rows_apart, observed_mean
 from meshfold.engine.batches.packed import OwnDocuments
 from meshfold.engine.batches.sharding import Shares
@@ -25,6 +25,7 @@ from meshfold.engine.world import World
 from meshfold.kernels.fuse import DeferredLogits
 from meshfold.mesh import SpecError
 from meshfold.mesh.model_io import IGNORE_INDEX, LABEL_NAMES, LossMean, eval_mode, is_encoder_decoder, loss_mean
+from meshfold.mesh.tracking import uncompiled
 
 
 class Counted(Protocol):

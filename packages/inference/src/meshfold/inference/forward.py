@@ -5,10 +5,9 @@ All ranks that run the model make the same calls and get the same tokens, since 
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Any, Protocol
@@ -32,7 +31,7 @@ from meshfold.inference.split_words import SplitWords, split_words
 from meshfold.mesh import SpecError
 from meshfold.mesh.collectives import all_gather_object
 from meshfold.mesh.model_io import eval_mode
-from meshfold.mesh.tracking import without_tracking
+from meshfold.mesh.tracking import uncompiled, without_tracking
 from meshfold.tensor_parallel.convert import attention_part, padding_for_decoding, row_multiple
 
 Sampled = tuple[list[int], list[float]]
@@ -57,14 +56,8 @@ def ready(model: nn.Module, *, eager: bool = True) -> Iterator[None]:
         stack.enter_context(eval_mode(model))
         stack.enter_context(padding_for_decoding(model))
         if eager:
-            stack.enter_context(_uncompiled())
+            stack.enter_context(uncompiled())  # each new length would be compiled again
         yield
-
-
-def _uncompiled() -> Any:
-    """Return a context in which compiled modules run uncompiled: each new length would be compiled again."""
-    # Without dynamo nothing was compiled, and its import takes long.
-    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
 class PagedForward:
@@ -421,7 +414,7 @@ class WholeForward:
             return [], []
         longest = max(span.stop for span in spans)
         listed = [[*span.request.slice(0, span.stop), *[0] * (longest - span.stop)] for span in spans]
-        with torch.no_grad(), eval_mode(self.module), _uncompiled():
+        with torch.no_grad(), eval_mode(self.module), uncompiled():
             output = self.model(torch.tensor(listed, device=self.device))
         logits = getattr(output, "logits", output)
         last = torch.tensor([span.stop - 1 for span in spans], device=logits.device)

@@ -7,9 +7,8 @@ sharded as attention is, in every tensor mode, pipeline stage and ZeRO stage.
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 from meshfold.mesh import SpecError, all_reduce
 from meshfold.mesh.model_io import eval_mode
 from meshfold.mesh.spec import argument_checks as settings
-from meshfold.mesh.tracking import without_tracking
+from meshfold.mesh.tracking import uncompiled, without_tracking
 from meshfold.models.attention import Attention, CausalMask
 from meshfold.tensor_parallel.convert import padding_for_decoding
 
@@ -238,7 +237,7 @@ def keeping_keys(model: Any, tokens: int) -> Iterator[Callable[[Tensor], Any]]:
             return model(ids[:, before:], position_ids=positions)
 
     try:
-        with padding_for_decoding(whole), _uncompiled():
+        with padding_for_decoding(whole), uncompiled():
             yield call
     finally:
         for layer in _layers(whole):
@@ -286,12 +285,3 @@ def _agreed(model: Any, here: bool) -> bool:
         return here
     mine = torch.tensor(int(here), device=model.device)
     return bool(all_reduce(mine, model.mesh.group(model.axis), "min"))
-
-
-@contextmanager
-def _uncompiled() -> Iterator[None]:
-    """Context manager: run compiled modules uncompiled, since every new length would be compiled again."""
-    # If dynamo was not imported nothing is compiled, and importing it is slow.
-    eager = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
-    with eager:
-        yield

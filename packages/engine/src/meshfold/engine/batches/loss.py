@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack
 from typing import Any, Self
 
 import torch
@@ -17,7 +16,7 @@ from meshfold.engine.batches.shown import shown
 from meshfold.mesh import SpecError
 from meshfold.mesh.model_io import IGNORE_INDEX, LABEL_NAMES, is_encoder_decoder
 from meshfold.mesh.spec import argument_checks as settings
-from meshfold.mesh.tracking import untracked
+from meshfold.mesh.tracking import uncompiled, untracked
 
 
 class FallbackLoss:
@@ -125,11 +124,6 @@ def _is_criterion(loss_fn: object) -> bool:
     """Return True if a loss is torch's own: a module, or a function of (output, targets)."""
     modules = ("torch.nn.functional", "torch.nn.modules.loss")
     return (type(loss_fn) if isinstance(loss_fn, nn.Module) else loss_fn).__module__ in modules
-
-
-def uncompiled() -> AbstractContextManager[object]:
-    """Return the context manager in which compiled code runs eagerly."""
-    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
 class LossCalls(TorchFunctionMode):

@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from meshfold.mesh import ParallelSpec, SpecError, did_you_mean
 from meshfold.mesh.model_io import DryRun
+from meshfold.mesh.tracking import uncompiled
 from meshfold.tensor_parallel.convert import recompute_contexts
 
 if TYPE_CHECKING:
@@ -172,7 +173,7 @@ class _Repetition:
             if self._stand_in is not None:
                 stack.enter_context(self._stand_in.inside())
             if self._eager:
-                stack.enter_context(torch.compiler.set_stance("force_eager"))
+                stack.enter_context(uncompiled())
             for context in self._contexts:
                 stack.enter_context(context)
             self._open.append(stack.pop_all())

@@ -5,9 +5,8 @@ Before there is a plan, unit by unit; under it, how long compute takes all in al
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -17,6 +16,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from meshfold.engine.model.recompute import RecomputedBlocks
+from meshfold.mesh.tracking import uncompiled
 from meshfold.zero_gemini import Gemini
 from meshfold.zero_gemini.optimizer import StepKind, StepTiming
 from meshfold.zero_gemini.profiler import (
@@ -88,6 +88,7 @@ class Watcher:
             tracer = StepTracer(self._model, memory=memory, clock=CudaClock(self._device))
         else:
             tracer = StepTracer(self._model, memory=LiveBytes(), clock=WallClock())
+            # torch.compile, called under a mode that counts operations, would skip the code from then on.
             self._watch.enter_context(uncompiled())
         handle = self._model.register_forward_pre_hook(self._count_tokens, with_kwargs=True)
         self._watch.callback(handle.remove)
@@ -151,16 +152,3 @@ def typical_timings(steps: Sequence[Mapping[StepKind, StepTiming]]) -> dict[Step
             pace = median(timing.seconds / timing.elements for timing in there)
             found[what] = StepTiming(elements, pace * elements)
     return found
-
-
-@contextmanager
-def uncompiled() -> Iterator[None]:
-    """Context manager: run compiled code eagerly, so that a mode can count its operations.
-
-    Otherwise torch.compile, called under such a mode, would skip the code from then on.
-    """
-    if "torch._dynamo" not in sys.modules:
-        yield
-        return
-    with torch.compiler.set_stance("force_eager"):
-        yield

@@ -34,6 +34,7 @@ from meshfold.mesh.tracking.dims import (
 )
 from meshfold.mesh.tracking.follow import Tracker
 from meshfold.mesh.tracking.rows import ROWS_INNERMOST, TOKENS_EXCHANGED
+from meshfold.mesh.tracking.uncompiled import uncompiled
 from meshfold.mesh.tracking.watch import TrackingHooks, track_forwards
 
 __all__ = [
@@ -63,6 +64,7 @@ __all__ = [
     "track_forwards",
     "tracked_layout",
     "tracker",
+    "uncompiled",
     "untracked",
     "whole",
     "whole_dims",

@@ -24,6 +24,7 @@ from meshfold.mesh.tracking.active import activated, is_tracking_on, part
 from meshfold.mesh.tracking.dims import Dims, unknown, unknown_dims, whole, whole_dims
 from meshfold.mesh.tracking.follow import Tracker
 from meshfold.mesh.tracking.sizes import OpenSizes
+from meshfold.mesh.tracking.uncompiled import uncompiled
 
 _TRACKING = "_meshfold_watch"
 
@@ -176,8 +177,7 @@ class TrackedForward:
             for tensor in _kept_in(value, _DEEP, set()):
                 tracker.mark(tensor, _cached(tensor) if _is_cache(value) else unknown_dims(tensor.shape))
         with ExitStack() as stack:
-            if "torch._dynamo" in sys.modules:
-                stack.enter_context(torch.compiler.set_stance("force_eager"))
+            stack.enter_context(uncompiled())
             stack.enter_context(activated(tracker))
             stack.enter_context(OpenSizes(tracker))
             for handle in (
