@@ -95,9 +95,19 @@ def refused(kind: str, spec: dict[str, object]) -> None:
     ("kind", "spec", "said"),
     [
         ("both", dict(data=2), r"SpecError: .*takes means over 13, 10 and 3, 2 targets \(data ranks"),
-        ("both", dict(pipeline=2), r"SpecError: .*takes means over 13, 10 and 3, 2 targets \(micro-batches"),
+        pytest.param(
+            "both",
+            dict(pipeline=2),
+            r"SpecError: .*takes means over 13, 10 and 3, 2 targets \(micro-batches",
+            marks=pytest.mark.slow,
+        ),
         ("contrastive", dict(data=2), "SpecError: .*compares every row of the batch with all others"),
-        ("labels", dict(pipeline=2), "SpecError: .*model.loss_type = 'ForTokenClassification'"),
+        pytest.param(
+            "labels",
+            dict(pipeline=2),
+            "SpecError: .*model.loss_type = 'ForTokenClassification'",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_what_cannot_be_combined_is_refused_in_the_first_forward(kind: str, spec: dict[str, object], said: str) -> None:

@@ -81,9 +81,11 @@ CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], dict[str, Any]]]
     "positions that depend on the ids": (roberta, dict(sequence=dict(mode="ring", size=2)), {}),
 }
 
+SLOW = ("checkpoints of compiled blocks",)
+
 
 @ranks(2)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [pytest.param(case, marks=pytest.mark.slow if case in SLOW else ()) for case in CASES])
 def test_it_trains_as_in_one_process(case: str) -> None:
     make, spec, settings = CASES[case]
     torch.manual_seed(0)
