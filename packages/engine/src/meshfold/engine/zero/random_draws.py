@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from meshfold.engine.zero.watching import uncompiled
+from meshfold.mesh.tracking import uncompiled
 
 
 def random_draws(model: nn.Module, run: Callable[[], object]) -> list[str]:
