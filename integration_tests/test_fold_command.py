@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,54 @@ def test_ranks_write_what_one_writes(folder: Path, tmp_path: Path, capfd: pytest
     assert "pass 1 of 1" in printed.err
 
 
+def test_a_second_run_goes_on(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fasta = tmp_path / "two.fasta"
+    fasta.write_text(">one\nACD\n>two\nGHI\n")
+    given = ["fold", "--model", str(folder), "--fasta", str(fasta), "--output", str(tmp_path), "--recycles"]
+    assert main([*given, "0"]) == 0
+    (tmp_path / "two.json").unlink()  # it is written last: the run was ended before that
+    wanted = (tmp_path / "two.pdb").read_text()
+    (tmp_path / "two.pdb").write_text("half of a f")
+    (tmp_path / "one.pdb").write_text("kept")
+    capsys.readouterr()
+    assert main([*given, "0"]) == 0
+    printed = capsys.readouterr()
+    assert f"1 of 2 proteins in {tmp_path} already: left out (--overwrite folds them again)\n" in printed.err
+    assert "1/1 two: 3 residues" in printed.err and printed.out.startswith("two: pLDDT")
+    assert (tmp_path / "one.pdb").read_text() == "kept" and (tmp_path / "two.pdb").read_text() == wanted
+    assert main([*given, "1"]) == 2
+    assert "one.json: it is of another run: its recycles is 0, and now it is 1" in capsys.readouterr().err
+    (tmp_path / "one.json").write_text("{}")
+    assert main([*given, "0"]) == 2
+    assert "one.json: it is of another run: it does not say of which" in capsys.readouterr().err
+    assert main([*given, "0", "--memory", "1KiB", "--overwrite"]) == 1
+    said = capsys.readouterr().err
+    assert "2 of 2 proteins do not fit into the 1.00 KiB of --memory, and nothing was folded" in said
+    assert "one: 3 residues need " in said and " are weights and what is beside the trunk" in said
+
+
+def test_an_interrupted_run_says_what_is_done(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from meshfold.huggingface.folding_models import EsmFold
+
+    predict = EsmFold.predict
+
+    def one_only(self: EsmFold, chains: Sequence[str], *given: Any, **more: Any) -> Any:
+        if "GHI" in chains:
+            raise KeyboardInterrupt
+        return predict(self, chains, *given, **more)
+
+    monkeypatch.setattr(EsmFold, "predict", one_only)
+    fasta = tmp_path / "two.fasta"
+    fasta.write_text(">one\nACD\n>two\nGHI\n")
+    given = ["--fasta", str(fasta), "--output", str(tmp_path), "--recycles", "0"]
+    assert main(["fold", "--model", str(folder), *given]) == 130
+    said = capsys.readouterr().err
+    assert f"1 of 2 proteins in {tmp_path}; the same command goes on from there\n" in said
+    assert said.endswith("meshfold fold: interrupted\n")
+
+
 @pytest.mark.slow
 def test_a_trunk_keeps_to_its_memory(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     given = ["fold", "--model", str(folder), "--sequence", "MKTAYIAKQR:GSHM", "--recycles", "1", "--output"]
@@ -101,9 +150,11 @@ def test_a_trunk_keeps_to_its_memory(folder: Path, tmp_path: Path, capsys: pytes
     assert main([*given, str(tmp_path / "lean"), "--memory", "450KiB"]) == 0
     whole, lean = ((tmp_path / name / "sequence.pdb").read_text() for name in ("whole", "lean"))
     assert numbers(whole) == coordinates(lean)
-    assert "; the trunk takes" in (told := capsys.readouterr().err) and ", chunks of " in told
+    assert "; a rank needs" in (told := capsys.readouterr().err) and ", chunks of " in told
     assert main([*given, str(tmp_path / "none"), "--memory", "150KiB"]) == 1
-    assert "39 residues with 1 sequences do not fit into 150.00 KiB over one rank" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "the protein does not fit into the 150.00 KiB of --memory, and nothing was folded: use more --ranks" in said
+    assert "sequence: 14 residues need " in said
 
 
 def test_esmfold_2_folds_a_complex(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -117,7 +168,12 @@ def test_esmfold_2_folds_a_complex(tmp_path: Path, capsys: pytest.CaptureFixture
     theirs = model.infer_protein_as_pdb("ACDEFGH", num_loops=0)
     text = (tmp_path / "sequence.pdb").read_text()
     assert numbers(text) == coordinates(theirs)
-    assert main([*given, "ACDEF:GH:ACDEF"]) == 0
+    assert main([*given, "ACDEF:GH:ACDEF"]) == 2
+    assert (
+        "sequence.json: it is of another run: its sequence is not this one. Give another --output"
+        in capsys.readouterr().err
+    )
+    assert main([*given, "ACDEF:GH:ACDEF", "--overwrite"]) == 0
     text = (tmp_path / "sequence.pdb").read_text()
     assert [line[21:26] for line in text.splitlines() if line.startswith("TER")] == ["A   5", "B   2", "C   5"]
     assert "1/1 sequence: pass 1 of 1\n" in capsys.readouterr().err
@@ -138,8 +194,8 @@ def test_esmfold_2_keeps_to_its_memory(tmp_path: Path, capsys: pytest.CaptureFix
     given = ["fold", "--model", str(tmp_path / "model"), "--recycles", "0", "--sequence", 4 * "ACDEFGH", "--output"]
     assert main([*given, str(tmp_path / "whole"), "--memory", "1GiB"]) == 0
     told = capsys.readouterr().err
-    assert "; the trunk takes" in told and ", no chunks" in told
-    taken = float(told.partition("the trunk takes ")[2].split()[0])  # in KiB
+    assert "; a rank needs" in told and ", no chunks" in told
+    taken = float(told.partition("a rank needs ")[2].split()[0])  # in KiB
     assert main([*given, str(tmp_path / "lean"), "--memory", f"{int(taken) - 20}KiB"]) == 0
     assert ", chunks of " in capsys.readouterr().err
     whole, lean = ((tmp_path / name / "sequence.pdb").read_text() for name in ("whole", "lean"))
@@ -170,6 +226,8 @@ def test_what_cannot_be_folded_is_said(folder: Path, tmp_path: Path, capsys: pyt
             "--axial 'rows' is not known: write dap, grid, or a grid's size",
         ),
         ([*model, "--sequence", "A", "--output", str(empty)], "empty.fasta': it is a file; give a folder"),
+        ([*model, "--sequence", str(empty)], "empty.fasta: it is a file; write --fasta"),
+        ([*model, "--fasta", "MKTAY"], "--fasta MKTAY: there is no such file; write amino acids as --sequence MKTAY"),
         (["--model", str(tmp_path / "none"), "--sequence", "A"], "there is no such folder; give a local folder"),
         (["--model", str(bare), "--sequence", "A"], "it has no weights, and random ones predict nothing"),
         (

@@ -196,7 +196,7 @@ def test_the_first_candidate_that_fits_is_chosen() -> None:
     least = count_memory(stack, free.run, leanest(stack, free.run)).peak
     with pytest.raises(
         MemoryPlanError,
-        match=r"24 residues with 1 sequences do not fit .* the largest tensor is .* Over dap axial \d it fits",
+        match=r"24 residues do not fit .* the largest tensor is .* Over dap axial \d it fits",
     ):
         plan_memory(stack, **given, limit=least - 1 + free.weights)
 

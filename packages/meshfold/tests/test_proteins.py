@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from meshfold.data.proteins import Protein, ProteinError, parse_chains, read_fasta
+from meshfold.data.proteins import Protein, ProteinError, parse_chains, read_fasta, unique_names
 
 
 def test_chains_are_parsed() -> None:
@@ -57,6 +57,20 @@ def test_a_fasta_file_that_cannot_be_folded_is_refused(text: str, sentence: str,
     file.write_text(text)
     with pytest.raises(ProteinError, match=sentence):
         read_fasta(file)
+
+
+def test_all_wrong_proteins_of_a_file_are_named(tmp_path: Path) -> None:
+    file = tmp_path / "proteins.fasta"
+    file.write_text(">a\nAB\n>b\nAC\n" + ">c\n1\n" * 9)
+    with pytest.raises(ProteinError) as raised:
+        read_fasta(file)
+    lines = str(raised.value).splitlines()
+    assert "line 1, 'a': 'B' at position 2" in lines[0] and "line 5, 'c': '1' at position 1" in lines[1]
+    assert len(lines) == 9 and lines[-1] == "and 2 more of its proteins"
+
+
+def test_names_differ_in_more_than_capitals() -> None:
+    assert unique_names(["a", "A-2", "A", "a", "A-2"]) == ["a", "A-2", "A-3", "a-4", "A-2-2"]
 
 
 def test_a_file_that_is_no_text_is_refused(tmp_path: Path) -> None:

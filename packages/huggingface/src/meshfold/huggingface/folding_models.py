@@ -162,6 +162,12 @@ class FoldingModel(ABC):
         first: Tensor = next(self.model.parameters())
         return first.device
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the trunk's weights."""
+        first: Tensor = next(self.blocks.parameters())
+        return first.dtype
+
     @abstractmethod
     def tokens(self, chains: Sequence[str]) -> int:
         """Return the side of the pair tensor: residues, and what is added to join chains."""
@@ -186,7 +192,7 @@ class FoldingModel(ABC):
         """Return the bytes of what a rank holds of pairs of so many tokens beside the stack, while its blocks run."""
 
     def plan_memory(self, chains: Sequence[str], limit: int) -> MemoryPlan:
-        """Choose and set the chunks in which the trunk computes.
+        """Choose the chunks in which the trunk computes; :meth:`use_plan` sets them.
 
         Args:
             chains: amino acids of each chain.
@@ -198,7 +204,7 @@ class FoldingModel(ABC):
         tokens, parameter = self.tokens(chains), next(self.blocks.parameters())
         blocks = {id(weight) for weight in self.blocks.parameters()}
         weights = (w.numel() * w.element_size() for w in self.model.parameters() if id(w) not in blocks)
-        plan = plan_memory(
+        return plan_memory(
             self.stack,
             residues=tokens,
             mode=self.mode,
@@ -209,8 +215,10 @@ class FoldingModel(ABC):
             other_bytes=sum(weights) + self.pairs_beside(tokens),
             kernels=parameter.is_cuda,
         )
+
+    def use_plan(self, plan: MemoryPlan) -> None:
+        """Let the trunk compute in the chunks of a plan."""
         parallelize_folding(self.model, self.mesh, self.mode, memory=plan.settings)
-        return plan
 
     @abstractmethod
     def predict(

@@ -8,13 +8,13 @@
 
 Of each protein DIR gets NAME.pdb (pLDDT as B-factor), NAME.json (pLDDT, PAE, pTM) and NAME.png, which shows them. FILE is in
 FASTA format; ':' separates the chains of a protein. Ranks share the pair tensor of the trunk, whose memory grows with the
-square of the residues; each holds all weights. Nothing is downloaded.
+square of the residues; each holds all weights. Nothing is downloaded. Proteins whose files are there are left out, so the same
+command goes on after an interruption.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import sys
 import time
@@ -23,12 +23,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshfold.cli.arguments import Failure, byte_size, natural, positive
+from meshfold.cli.fold_files import FoldSettings, find_folded, make_folder, scores_of, write_structure
 
 if TYPE_CHECKING:
     from meshfold.data.proteins import Protein
+    from meshfold.folding import MemoryPlan
     from meshfold.huggingface import FoldingModel, Structure
     from meshfold.mesh import Mesh
 
+INTERRUPTED = 130
+"""Exit code of a launcher whose ranks Ctrl-C has ended."""
 PRECISIONS = {"fp32": "float32", "bf16": "bfloat16"}
 
 
@@ -72,6 +76,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--output", type=Path, default=Path("folded"), metavar="DIR", help="folder of the files (folded)"
     )
+    parser.add_argument("--overwrite", action="store_true", help="fold again what is in the folder, and write over it")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -86,15 +91,36 @@ def run(arguments: argparse.Namespace) -> int:
     layout = read_axial(arguments.axial, arguments.ranks, None if alone else here.world_size)
     proteins = read_proteins(arguments)
     open_folding(arguments.model, f"--model {arguments.model!r}")  # first, so that no rank starts without it
-    if arguments.output.exists() and not arguments.output.is_dir():
-        raise Failure(f"--output {str(arguments.output)!r}: it is a file; give a folder")
+    settings = FoldSettings.of(arguments)
+    folded: list[str] = []
+    if here.rank == 0:  # other ranks may be on machines that do not see the folder
+        make_folder(arguments.output)
+        folded = [] if arguments.overwrite else find_folded(arguments.output, proteins, settings)
+        if folded and alone:
+            print(
+                f"{len(folded)} of {_count(len(proteins), 'protein')} in {arguments.output} already: left out "
+                "(--overwrite folds them again)",
+                file=sys.stderr,
+            )
+            if len(folded) == len(proteins):
+                return 0
     if alone:
         _check_devices(arguments.device, layout.ranks)
-        if layout.ranks > 1:
-            return launch(["-m", "meshfold.cli", "fold", *arguments.argv], layout.ranks)
-    with join(device=arguments.device) as process:
-        _fold(arguments, Mesh(layout.axes), layout, proteins, process.device)
-    return 0
+    try:
+        if not alone or layout.ranks == 1:
+            with join(device=arguments.device) as process:
+                _fold(arguments, Mesh(layout.axes), layout, proteins, folded, settings, process.device)
+            return 0
+        code = launch(["-m", "meshfold.cli", "fold", *arguments.argv], layout.ranks)
+        if code == INTERRUPTED:
+            raise KeyboardInterrupt
+    except KeyboardInterrupt:
+        if alone:
+            done = len(find_folded(arguments.output, proteins, settings))
+            left = "" if arguments.overwrite else "; the same command goes on from there"
+            print(f"\n{done} of {_count(len(proteins), 'protein')} in {arguments.output}{left}", file=sys.stderr)
+        raise
+    return code
 
 
 @dataclass(frozen=True)
@@ -165,6 +191,9 @@ def read_proteins(arguments: argparse.Namespace) -> list[Protein]:
     """
     from meshfold.data.proteins import Protein, parse_chains, read_fasta
 
+    for text in arguments.sequence:
+        if "." in text and Path(text).is_file():
+            raise Failure(f"--sequence {text}: it is a file; write --fasta {text}")
     count = len(arguments.sequence)
     found = [
         Protein(
@@ -176,6 +205,10 @@ def read_proteins(arguments: argparse.Namespace) -> list[Protein]:
     if arguments.fasta is not None:
         if found:
             raise Failure("--sequence and --fasta cannot both be given: put all proteins into the file")
+        if re.fullmatch(r"[A-Z:]{4,}", str(arguments.fasta)) and not arguments.fasta.exists():
+            raise Failure(
+                f"--fasta {arguments.fasta}: there is no such file; write amino acids as --sequence {arguments.fasta}"
+            )
         found = read_fasta(arguments.fasta)
     if not found:
         raise Failure("nothing to fold: give --sequence MLKNVQVQLV, or --fasta FILE")
@@ -193,15 +226,27 @@ def _check_devices(device: str | None, ranks: int) -> None:
         raise Failure(f"{ranks} ranks, and this machine has {there} GPUs: use --ranks {there}, or --device cpu")
 
 
-def _fold(arguments: argparse.Namespace, mesh: Mesh, layout: AxialLayout, proteins: list[Protein], device: Any) -> None:
-    """Load the model and fold every protein; rank 0 writes and prints."""
+def _fold(
+    arguments: argparse.Namespace,
+    mesh: Mesh,
+    layout: AxialLayout,
+    proteins: list[Protein],
+    folded: list[str],
+    settings: FoldSettings,
+    device: Any,
+) -> None:
+    """Load the model and fold every protein that is not folded; rank 0 knows these, writes and prints."""
     import torch
 
+    from meshfold.cli.fold_plan import plan_proteins
     from meshfold.huggingface import open_folding, silence_transformers
+    from meshfold.mesh.collectives import all_gather_object
     from meshfold.mesh.processes import start_largest
 
     silence_transformers()
-    first = mesh.rank == 0
+    first, everyone = mesh.rank == 0, mesh.group(*mesh.axes)
+    there = set(all_gather_object(folded, everyone, device)[0])
+    proteins = [protein for protein in proteins if protein.name not in there]
     begin = time.perf_counter()
     folder = open_folding(arguments.model)
     dtype = getattr(torch, PRECISIONS[arguments.precision])
@@ -211,12 +256,15 @@ def _fold(arguments: argparse.Namespace, mesh: Mesh, layout: AxialLayout, protei
     memory = arguments.memory
     if memory is None and device.type == "cuda":
         free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
-        memory = -start_largest(-free, mesh.group(*mesh.axes))()  # all ranks make the same plan
-    if first:
-        arguments.output.mkdir(parents=True, exist_ok=True)
+        memory = -start_largest(-free, everyone)()  # all ranks make the same plan
+    plans = {} if memory is None else plan_proteins(model, proteins, memory, asked=arguments.memory is not None)
     for number, protein in enumerate(proteins, 1):
         label = f"{number}/{len(proteins)} {protein.name}"
-        show.line(f"{label}: {_plan(model, protein, layout, dtype, memory)}")
+        plan = None
+        if memory is not None:
+            plan = plans.get(model.tokens(protein.chains)) or model.plan_memory(protein.chains, memory)
+            model.use_plan(plan)
+        show.line(f"{label}: {_told(model, protein, layout, dtype, plan)}")
         begin = time.perf_counter()
         try:
             structure = model.predict(
@@ -234,12 +282,12 @@ def _fold(arguments: argparse.Namespace, mesh: Mesh, layout: AxialLayout, protei
         seconds = time.perf_counter() - begin
         show.progress("")
         if first:
-            files = write_structure(arguments.output, protein.name, structure)
+            files = write_structure(arguments.output, protein.name, structure, settings)
             print(_summary(protein, structure, seconds, files), flush=True)
 
 
-def _plan(model: FoldingModel, protein: Protein, layout: AxialLayout, dtype: Any, memory: int | None) -> str:
-    """Plan the memory of a protein, and return what is known before it is folded: sizes, and what the ranks hold and send."""
+def _told(model: FoldingModel, protein: Protein, layout: AxialLayout, dtype: Any, plan: MemoryPlan | None) -> str:
+    """Return what is known of a protein before it is folded: sizes, chunks, and what the ranks hold and send."""
     from meshfold.folding import folding_cost
     from meshfold.mesh.spec import format_bytes
 
@@ -247,8 +295,7 @@ def _plan(model: FoldingModel, protein: Protein, layout: AxialLayout, dtype: Any
     whole = tokens**2 * model.pair_channels * dtype.itemsize
     text = f"{_count(protein.residues, 'residue')}, {_count(len(protein.chains), 'chain')}"
     text += f"; a pair tensor has {format_bytes(whole)}"
-    plan = None if memory is None else model.plan_memory(protein.chains, memory)
-    trunk = "" if plan is None else f"; the trunk takes {format_bytes(plan.bytes)}, {plan.settings}"
+    trunk = "" if plan is None else f"; a rank needs {format_bytes(plan.bytes)}, {plan.settings}"
     if layout.ranks == 1:
         return text + trunk
     cost = folding_cost(model.model, residues=tokens, itemsize=dtype.itemsize)
@@ -256,39 +303,12 @@ def _plan(model: FoldingModel, protein: Protein, layout: AxialLayout, dtype: Any
     return f"{text}, {format_bytes(whole // layout.ranks)} of it a rank, which sends {format_bytes(sent)} a pass{trunk}"
 
 
-def write_structure(folder: Path, name: str, structure: Structure) -> list[Path]:
-    """Write the files of a structure; return them. Without matplotlib there is no PNG."""
-    from meshfold.cli.fold_plot import plot_confidence
-    from meshfold.train.plots import can_plot
-
-    written = [folder / f"{name}.pdb", folder / f"{name}.json"]
-    written[0].write_text(structure.to_pdb(), encoding="ascii")
-    scores = dict(
-        chains=structure.chains,
-        mean_plddt=round(structure.mean_plddt, 2),
-        ptm=round(structure.ptm, 4),
-        iptm=None if structure.iptm is None else round(structure.iptm, 4),
-        plddt=[round(value, 2) for value in structure.plddt.tolist()],
-        pae=[[round(value, 2) for value in row] for row in structure.pae.tolist()],
-    )
-    written[1].write_text(json.dumps(scores) + "\n", encoding="utf-8")
-    if can_plot():
-        written.append(folder / f"{name}.png")
-        plot_confidence(written[2], structure, f"{name}: {_scores(structure)}")
-    return written
-
-
-def _scores(structure: Structure) -> str:
-    iptm = "" if structure.iptm is None else f", ipTM {structure.iptm:.2f}"
-    return f"pLDDT {structure.mean_plddt:.1f}, pTM {structure.ptm:.2f}{iptm}"
-
-
 def _summary(protein: Protein, structure: Structure, seconds: float, files: list[Path]) -> str:
     unknown = sum(chain.count("X") for chain in protein.chains)
     bare = f" ({_count(unknown, 'unknown residue')} without atoms)" if unknown else ""
     plot = "" if len(files) > 2 else " (no plot: pip install meshfold[plot])"
     ends = ", ".join(file.suffix for file in files[1:])
-    return f"{protein.name}: {_scores(structure)}, {seconds:.1f} s -> {files[0]}, {ends}{bare}{plot}"
+    return f"{protein.name}: {scores_of(structure)}, {seconds:.1f} s -> {files[0]}, {ends}{bare}{plot}"
 
 
 def _count(number: int, word: str) -> str:

@@ -13,6 +13,8 @@ AMINO_ACIDS = "ACDEFGHIKLMNPQRSTVWY"
 """The letters of the twenty amino acids."""
 MOST_CHAINS, MOST_RESIDUES = 62, 9999
 """Chains of a PDB file, and residues of a chain: its columns have no room for more."""
+MOST_TOLD = 8
+"""Proteins of a file that one error names."""
 _INSTEAD = {
     "U": "selenocysteine: write C",
     "O": "pyrrolysine: write K",
@@ -83,7 +85,8 @@ def read_fasta(path: Path) -> list[Protein]:
     """Read the proteins of a FASTA file: ``>name ...`` and its sequence on the lines below. Names are made unique.
 
     Raises:
-        ProteinError: if it has no protein, text before the first ``>``, or a sequence that :func:`parse_chains` refuses.
+        ProteinError: if it has no protein, text before the first ``>``, or sequences that :func:`parse_chains` refuses; it names
+            all of these, up to :data:`MOST_TOLD`.
         OSError: if it cannot be read.
     """
     records: list[tuple[str, int, list[str]]] = []
@@ -101,7 +104,16 @@ def read_fasta(path: Path) -> list[Protein]:
             raise ProteinError(f"{path}, line {number}: a name comes first, in a line of its own, as in >my_protein")
     if not records:
         raise ProteinError(f"{path}: no protein in it: write >my_protein in a line, and amino acids below it")
-    chains = [parse_chains("".join(text), f"{path}, line {number}, {name!r}") for name, number, text in records]
+    chains: list[tuple[str, ...]] = []
+    refused: list[str] = []
+    for name, number, text in records:
+        try:
+            chains.append(parse_chains("".join(text), f"{path}, line {number}, {name!r}"))
+        except ProteinError as error:
+            refused.append(str(error))
+    if refused:
+        more = len(refused) - MOST_TOLD
+        raise ProteinError("\n".join(refused[:MOST_TOLD] + ([f"and {more} more of its proteins"] if more > 0 else [])))
     names = unique_names(name for name, _, _ in records)
     return [Protein(*pair) for pair in zip(names, chains, strict=True)]
 
@@ -112,12 +124,14 @@ def unique_names(names: Iterable[str]) -> list[str]:
     >>> unique_names(["sp|P1|A", "b", "b"])
     ['sp_P1_A', 'b', 'b-2']
     """
-    found: list[str] = []
+    found: dict[str, str] = {}  # by small letters: some file systems know no others
+    last: dict[str, int] = {}
     for name in names:
         plain = re.sub(r"[^\w.-]+", "_", name).strip("._")[:100] or "protein"
-        made, count = plain, 1
-        while made.lower() in (other.lower() for other in found):
+        made, count = plain, last.get(plain.lower(), 1)
+        while made.lower() in found:
             count += 1
             made = f"{plain}-{count}"
-        found.append(made)
-    return found
+        last[plain.lower()] = count
+        found[made.lower()] = made
+    return list(found.values())

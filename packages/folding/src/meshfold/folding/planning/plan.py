@@ -29,7 +29,20 @@ _LINE_OF_GPU = 512  # bytes that the CUDA allocator rounds to
 
 
 class MemoryPlanError(MeshfoldError):
-    """No chunks and no recomputation fit: the message names the largest tensor and what would help."""
+    """No chunks and no recomputation fit: the message names the largest tensor and what would help.
+
+    Attributes:
+        least: bytes of a device that would do.
+        fixed: bytes among them of weights and what else is on a device.
+        ranks: how many ranks would do, up to eight times as many; None: no such number.
+        residues: about so many would fit; 0: none.
+    """
+
+    def __init__(
+        self, message: str, *, least: int = 0, fixed: int = 0, ranks: int | None = None, residues: int = 0
+    ) -> None:
+        super().__init__(message)
+        self.least, self.fixed, self.ranks, self.residues = least, fixed, ranks, residues
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,7 +167,7 @@ def plan_memory(
     plan = find_plan(stack, run, limit=limit, other_bytes=other_bytes)
     if not plan.fits:
         assert limit is not None
-        raise MemoryPlanError(_refusal(stack, run, plan.tried, plan.weights + other_bytes, limit))
+        raise _refusal(stack, run, plan.tried, plan.weights + other_bytes, limit)
     return plan
 
 
@@ -201,7 +214,7 @@ def choose_settings(stack: Stack, run: FoldingRun, limit: int) -> MemorySettings
     """
     chosen, tried = _first_that_fits(stack, run, limit)
     if chosen is None:
-        raise MemoryPlanError(_refusal(stack, run, tried, 0, limit))
+        raise _refusal(stack, run, tried, 0, limit)
     return chosen.settings
 
 
@@ -300,24 +313,29 @@ def _largest_block(stack: Stack, run: FoldingRun) -> int:
     return -(-largest // ranks) * run.dtype.itemsize
 
 
-def _refusal(stack: Stack, run: FoldingRun, tried: Sequence[MemoryCount], fixed: int, limit: int) -> str:
+def _refusal(stack: Stack, run: FoldingRun, tried: Sequence[MemoryCount], fixed: int, limit: int) -> MemoryPlanError:
     least = min(tried, key=lambda count: count.peak)
     sizes, largest = run.sizes, least.largest
+    depth = f" with {sizes.sequences} sequences" if sizes.sequences > 1 else ""
     words = (
-        f"{sizes.residues} residues with {sizes.sequences} sequences do not fit into {format_bytes(limit)} over {run.ranks}: "
+        f"{sizes.residues} residues{depth} do not fit into {format_bytes(limit)} over {run.ranks}: "
         f"{least.settings} need least, {format_bytes(least.peak + fixed)}, and the largest tensor is {largest}, "
         f"{format_bytes(largest.bytes)}."
     )
+    told: dict[str, Any] = dict(least=least.peak + fixed, fixed=fixed)
     axis = run.mode.axes[-1]
-    for times in (2, 4, 8):
+    for times in (2, 4, 8) if fixed < limit else ():
         axes = {**run.axes, axis: times * run.axes.get(axis, 1)}
         more = replace(run, axes=axes)
         needed = count_memory(stack, more, leanest(stack, more)).peak + fixed
         if needed <= limit:
-            return f"{words} Over {more.ranks} it fits: {format_bytes(needed)}."
+            ranks = MetaMesh(axes).world_size
+            return MemoryPlanError(f"{words} Over {more.ranks} it fits: {format_bytes(needed)}.", ranks=ranks, **told)
     shorter = int(sizes.residues * (max(limit - fixed, 0) / least.peak) ** 0.5) // 16 * 16
-    return (
-        f"{words} Give fewer residues, about {shorter}, or fewer sequences."
-        if shorter
-        else f"{words} Give a larger limit."
-    )
+    if shorter:
+        advice = f"Give fewer residues, about {shorter}{', or fewer sequences' if depth else ''}."
+    elif fixed >= limit:
+        advice = f"Weights and what else is on a device take {format_bytes(fixed)}: give a larger limit."
+    else:
+        advice = "Give a larger limit."
+    return MemoryPlanError(f"{words} {advice}", residues=shorter, **told)
