@@ -32,6 +32,10 @@ class Segments(Protocol):
         """Return a tensor at the same address that does not keep the memory: a later part of the step may use it too."""
 
 
+_broken: list[torch.cuda.CUDAGraph] = []
+"""Graphs that were broken off: torch's allocator of host memory still refers to them."""
+
+
 class CudaSegments:
     """Segments as CUDA graphs (:class:`Segments`).
 
@@ -74,8 +78,9 @@ class CudaSegments:
         with contextlib.suppress(RuntimeError):  # the error that broke it off is reported
             graph.capture_end()
             return
-        # torch stops there: its allocator still allocates for the graph, the pool waits for its end, and the generator of random
-        # numbers refuses to draw outside of a capture, until another one has ended.
+        # torch stops there: its allocators still ask this graph what to allocate for it, the pool waits for its end, and the
+        # generator of random numbers refuses to draw outside of a capture, until another one has ended.
+        _broken.append(graph)
         place = torch.cuda.current_device() if self._device.index is None else self._device.index
         for end in (torch._C._cuda_endAllocateToPool, torch._C._cuda_releasePool):
             with contextlib.suppress(RuntimeError):
