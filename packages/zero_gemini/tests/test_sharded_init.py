@@ -5,12 +5,15 @@ from __future__ import annotations
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from meshfold.mesh import Mesh, MeshfoldError, SpecError, annotate, build_on_meta, materialize
+from meshfold.mesh.collectives import all_gather_object
+from meshfold.mesh.initialization import parameter_values, replay
 from meshfold.mesh.parameters.parameter_meta import metadata_on
 from meshfold.mesh.testing import ranks, run_on_ranks, tensor_memory
 from meshfold.zero_gemini import Gemini, Memory, ShardedInit
@@ -59,6 +62,33 @@ def shared(model: nn.Module, stage: int, chunk_elems: int) -> Gemini:
 def whole(seed: int = 3) -> nn.Module:
     model, trace = build_on_meta(Net)
     return materialize(model, trace, seed=seed, device="cpu")
+
+
+def layers() -> nn.Module:
+    return nn.Sequential(nn.Linear(24, 64, bias=False), nn.Linear(64, 24, bias=False))
+
+
+@ranks(2)
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("chunk_elems", [1536, 3200])
+def test_ranks_that_share_a_chunk_draw_its_numbers_once(stage: int, chunk_elems: int) -> None:
+    drawn, draw = [], replay.fill_uniform_
+
+    def counted(local: Tensor, *args: Any, **options: Any) -> Tensor:
+        drawn.append(local.numel())
+        return draw(local, *args, **options)
+
+    with mock.patch.object(parameter_values, "_AT_ONCE", 64), mock.patch.object(replay, "fill_uniform_", counted):
+        with ShardedInit(seed=3):
+            model = layers()
+        held = shared(model, stage, chunk_elems)
+    numbers = sum(all_gather_object(sum(drawn), held.chunks[0].group, CPU))
+    assert 2 * 24 * 64 <= numbers <= 2 * 24 * 64 + 2 * 64, "both ranks draw a row that they share"
+    built, trace = build_on_meta(layers)
+    wanted = materialize(built, trace, seed=3, device="cpu")
+    for name, parameter in model.named_parameters():
+        assert torch.equal(held.read(parameter), wanted.get_parameter(name)), name
+    held.close()
 
 
 @ranks(2)

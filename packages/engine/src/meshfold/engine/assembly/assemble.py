@@ -131,7 +131,7 @@ def assemble(
     give_own_tokens(mixtures, world)
     share_routing_sums(built, world)
     in_chunks = world.spec.zero is not None
-    values = None
+    values: ParameterInit | None = None
     if trace is not None and (in_chunks or folder is not None):
         values = parameter_init(trace, seed, world.device)
     if folder is not None and values is not None:

@@ -11,8 +11,10 @@ from meshfold.mesh.initialization.api import (
 )
 from meshfold.mesh.initialization.parameter_values import (
     ParameterInit,
+    TracedInit,
     ValueSource,
     find_value_source,
+    make_needed,
     parameter_init,
     set_value_source,
     shard_coordinates,
@@ -21,9 +23,11 @@ from meshfold.mesh.initialization.parameter_values import (
 __all__ = [
     "InitTrace",
     "ParameterInit",
+    "TracedInit",
     "ValueSource",
     "build_on_meta",
     "find_value_source",
+    "make_needed",
     "materialize",
     "parameter_init",
     "record_initialization",

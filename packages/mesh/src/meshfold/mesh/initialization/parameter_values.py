@@ -73,32 +73,81 @@ def shard_coordinates(tensor: Tensor) -> list[Tensor] | None:
     return [meta.placement.coordinates(meta.mesh, dim) for dim in range(len(meta.placement.shape))]
 
 
-def parameter_init(trace: InitTrace, seed: int, device: torch.device) -> ParameterInit:
-    """Return a function that makes this rank's shard of any parameter of the model that the trace is bound to.
+def parameter_init(trace: InitTrace, seed: int, device: torch.device) -> TracedInit:
+    """Return what makes this rank's shard of any parameter of the model that the trace is bound to."""
+    return TracedInit(trace=trace, seed=seed, device=device)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TracedInit:
+    """A :data:`ParameterInit` of recorded initializations.
 
     Large blocks are made some rows at a time, so that making one takes little more memory than the block.
+
+    Attributes:
+        trace: of the initialization, bound to the model.
+        seed: of the random numbers.
+        device: where values are made.
     """
 
-    def values(name: str, parameter: nn.Parameter, dtype: torch.dtype) -> Tensor:
+    trace: InitTrace
+    seed: int
+    device: torch.device
+
+    def __call__(self, name: str, parameter: nn.Parameter, dtype: torch.dtype) -> Tensor:
+        return self.part(name, parameter, dtype, None)
+
+    def part(self, name: str, parameter: nn.Parameter, dtype: torch.dtype, needed: range | None) -> Tensor:
+        """Return this rank's block of a parameter, in which some elements may have no values.
+
+        Args:
+            name: of the parameter.
+            parameter: itself.
+            dtype: of the block.
+            needed: range of flat elements of the block that are read; None: all.
+        """
         meta = metadata(parameter)
-        shape = trace.shape_of(name) if meta is None else meta.placement.local_shape(meta.mesh)
+        shape = self.trace.shape_of(name) if meta is None else meta.placement.local_shape(meta.mesh)
         coordinates = shard_coordinates(parameter) or [torch.arange(size) for size in shape]
-        local = torch.empty(shape, dtype=dtype, device=device)
+        local = torch.empty(shape, dtype=dtype, device=self.device)
         at_once = _AT_ONCE_ON_DEVICE if local.is_cuda else _AT_ONCE
         if local.dim() > 1 and local.numel() > at_once:
             try:
-                return _by_rows(trace, name, local, coordinates, seed, at_once)
+                return _by_rows(self.trace, name, local, coordinates, self.seed, at_once, needed)
             except MeshfoldError:  # the initialisation needs the whole tensor
                 pass
-        return trace.materialize(name, local, coordinates, seed=seed)
-
-    return values
+        return self.trace.materialize(name, local, coordinates, seed=self.seed)
 
 
-def _by_rows(trace: InitTrace, name: str, local: Tensor, coordinates: list[Tensor], seed: int, at_once: int) -> Tensor:
-    """Return the initial values of a large block, computed in parts of ``at_once`` elements."""
-    rows = max(1, at_once * local.shape[0] // local.numel())
-    for start in range(0, local.shape[0], rows):
-        some = [coordinates[0][start : start + rows], *coordinates[1:]]
-        trace.materialize(name, local[start : start + rows], some, seed=seed)
+def make_needed(values: ParameterInit, name: str, parameter: nn.Parameter, dtype: torch.dtype, needed: range) -> Tensor:
+    """Return a parameter's block in which at least the needed elements have their values.
+
+    Ranks that share a chunk then draw its random numbers once, not each all of them.
+
+    Args:
+        values: makes blocks; one with a method ``part`` may leave out elements, see :meth:`TracedInit.part`.
+        name, parameter, dtype: its arguments.
+        needed: range of flat elements of the block that are read.
+    """
+    part = getattr(values, "part", None)
+    made: Tensor = values(name, parameter, dtype) if part is None else part(name, parameter, dtype, needed)
+    return made
+
+
+def _by_rows(
+    trace: InitTrace,
+    name: str,
+    local: Tensor,
+    coordinates: list[Tensor],
+    seed: int,
+    at_once: int,
+    needed: range | None,
+) -> Tensor:
+    """Return the initial values of a large block, computed in parts of ``at_once`` elements: the rows that are needed."""
+    inner = local.numel() // local.shape[0]
+    first, end = (0, local.shape[0]) if needed is None else (needed.start // inner, -(-needed.stop // inner))
+    rows = max(1, at_once // inner)
+    for start in range(first, end, rows):
+        some = slice(start, min(start + rows, end))
+        trace.materialize(name, local[some], [coordinates[0][some], *coordinates[1:]], seed=seed)
     return local

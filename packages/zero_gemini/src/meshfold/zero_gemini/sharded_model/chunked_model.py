@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from meshfold.kernels import Fp8Weight
 from meshfold.mesh import Group, Mesh
 from meshfold.mesh.collectives.push import pushes, why_not
+from meshfold.mesh.initialization import make_needed
 from meshfold.mesh.parameters import metadata_on
 from meshfold.zero_gemini.chunks.chunk import Chunk
 from meshfold.zero_gemini.chunks.gradient import ChunkGradient
@@ -252,7 +253,7 @@ class ChunkedModel(ParameterValues):
         if whole.is_meta:
             if values is None:
                 raise ChunkError(f"{name!r} is on the meta device, and its initial values are unknown")
-            whole = values(name, self._facts[name].parameter, whole.dtype)
+            whole = make_needed(values, name, self._facts[name].parameter, whole.dtype, self._contents.filled(name))
         self._contents.fill(name, whole)
 
     def _chunks_of_unit(self, unit: Unit) -> list[Chunk]:

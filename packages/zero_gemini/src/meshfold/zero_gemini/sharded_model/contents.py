@@ -48,6 +48,11 @@ class Contents:
         """Return the range of flat elements that this rank stores, of the master weights and of state of the same shape."""
         return self._stored(name).kept(name)
 
+    def filled(self, name: str) -> range:
+        """Return the range of flat elements that :meth:`fill` reads: this rank's shard, and what the optimizer keeps."""
+        both = [one for one in (self._slices.kept(name), self.kept(name)) if one]
+        return range(min(one.start for one in both), max(one.stop for one in both)) if both else range(0)
+
     def parts(self, name: str, key: str | None = None) -> StoredValue:
         """Return the elements of :meth:`kept`, of the master weights or of an optimizer tensor, flat as in memory.
 
