@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -98,7 +98,7 @@ class CapturedSteps:
         if places != self._places:  # somebody has moved the weights
             self._graphs.clear()
             self._places = places
-        form = form_of(work, self._model)
+        form = form_of(work, self._model.modules())
         self._seen[form] += 1
         if form in self._graphs:
             return form
@@ -182,11 +182,11 @@ class CapturedSteps:
         return _MicroStep(inputs, replay)
 
 
-def form_of(work: Batch, model: nn.Module) -> Hashable:
+def form_of(work: Batch, modules: Iterable[nn.Module]) -> Hashable:
     """Return what graphs differ by: shapes and dtypes of tensors, all other values, and the modules in training mode."""
     leaves, tree = pytree.tree_flatten((work.args, work.kwargs, work.given, work.targets))
     each = tuple((leaf.shape, leaf.dtype, leaf.stride()) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves)
-    return each, str(tree), work.name, tuple(module.training for module in model.modules())
+    return each, str(tree), work.name, tuple(module.training for module in modules)
 
 
 @dataclass(frozen=True)
