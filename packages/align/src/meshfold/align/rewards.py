@@ -48,15 +48,24 @@ class Rewards:
             )
         if weights is not None and len(weights) != len(functions):
             raise SpecError(f"{len(weights)} weights for {len(functions)} rewards: give one each")
-        self._functions, self._tokenizer = functions, tokenizer
+        self._models: dict[int, RewardModel] = {}
+        self._functions: dict[int, Callable[..., Any]] = {}
+        for place, one in enumerate(functions):
+            if isinstance(one, RewardModel):
+                self._models[place] = one
+            else:
+                self._functions[place] = one
+        self._tokenizer = tokenizer
         self._weights = [1.0] * len(functions) if weights is None else list(weights)
         self.names = _names(functions)
 
     @property
     def engines(self) -> dict[str, Engine]:
         """Engines of the reward models, by name."""
-        models = [function for function in self._functions if isinstance(function, RewardModel)]
-        return {f"reward {n}" if n > 1 else "reward": model.engines["policy"] for n, model in enumerate(models, 1)}
+        return {
+            f"reward {n}" if n > 1 else "reward": model.engines["policy"]
+            for n, model in enumerate(self._models.values(), 1)
+        }
 
     def __call__(self, engine: Engine, prompts: Sequence[Prompt], tokens: Sequence[Sequence[int]]) -> Tensor:
         """Return rewards ``n`` in float64, the same on every rank; NaN where no function scored. All ranks must call.
@@ -79,15 +88,14 @@ class Rewards:
                 mine = self._of_functions([prompts[i] for i in here], [tokens[i] for i in here], here.start)
             except Exception as error:
                 failure = f"{type(error).__name__}: {error}"
-        table = torch.full((len(self._functions), count), math.nan, dtype=torch.float64)
+        table = torch.full((len(self.names), count), math.nan, dtype=torch.float64)
         for found, failed in all_gather_object((mine, failure), world.everyone, engine.device):
             if failed:
                 raise SpecError(f"a reward function failed: {failed}")
             for number, values in found:
                 table[:, number] = torch.tensor(values, dtype=torch.float64)
-        for place, function in enumerate(self._functions):
-            if isinstance(function, RewardModel):
-                table[place] = function.scores([_whole(p, t) for p, t in zip(prompts, tokens, strict=True)]).double()
+        for place, model in self._models.items():
+            table[place] = model.scores([_whole(p, t) for p, t in zip(prompts, tokens, strict=True)]).double()
         weights = torch.tensor(self._weights, dtype=torch.float64)[:, None]
         total = (weights * table).nansum(0)
         return total.masked_fill(table.isnan().all(0), math.nan)
@@ -102,10 +110,8 @@ class Rewards:
         ]
         names = {name for prompt in prompts for name in prompt.columns}
         columns = {name: [prompt.columns.get(name) for prompt in prompts] for name in sorted(names)}
-        found = [[math.nan] * len(self._functions) for _ in tokens]
-        for place, function in enumerate(self._functions):
-            if isinstance(function, RewardModel):
-                continue
+        found = [[math.nan] * len(self.names) for _ in tokens]
+        for place, function in self._functions.items():
             values = function(
                 prompts=[prompt.given for prompt in prompts],
                 completions=completions,
