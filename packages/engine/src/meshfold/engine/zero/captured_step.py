@@ -10,6 +10,7 @@ order of units is known. What is moved between graphs: :mod:`meshfold.zero_gemin
 
 from __future__ import annotations
 
+import functools
 import gc
 import warnings
 from collections.abc import Callable, Hashable, Iterator
@@ -86,7 +87,7 @@ class CapturedZeroSteps:
         self._forward, self._states, self._model = forward, states, model
         self._device, self._blocks = device, blocks
         self._modules = [*model.modules()]  # to find them takes 2 ms in a U-Net
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._stream = _stream_of(device) if device.type == "cuda" else None
         self._key: Hashable = None
         self._warm, self._wanted = 0, 1  # micro-steps of this key since the last change, and before a capture
         self._failed: dict[Hashable, str] = {}
@@ -355,6 +356,12 @@ class CapturedZeroSteps:
             return
         self._said.add(why)
         warnings.warn(f"cuda_graph=True: steps run without graphs now: {why}", stacklevel=6)
+
+
+@functools.cache
+def _stream_of(device: torch.device) -> torch.cuda.Stream:
+    """Return the stream of a device's graphs, one for all engines: what others launch on it would be captured."""
+    return torch.cuda.Stream(device)
 
 
 @dataclass(eq=False)

@@ -7,6 +7,7 @@ the kernels give the same bits on both.
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -65,6 +66,13 @@ class _Streams:
     down: torch.cuda.Stream
 
 
+@functools.cache
+def _streams_of(device: torch.device) -> _Streams:
+    """Return a device's streams, always the same ones: torch has 32, and gives another owner's stream after that many."""
+    up, step, down = (torch.cuda.Stream(device) for _ in range(3))
+    return _Streams(up=up, step=step, down=down)
+
+
 @dataclass(frozen=True, kw_only=True)
 class HostState:
     """State to be stepped, flat in the host's memory.
@@ -118,10 +126,9 @@ class GpuStreaming:
             self.close()
             raise
         if self.memory.device.type == "cuda":
-            up, step, down = (torch.cuda.Stream(self.memory.device) for _ in range(3))
-            self._streams = _Streams(up=up, step=step, down=down)
+            self._streams = _streams_of(self.memory.device)
             # work queued earlier may still use this memory
-            up.wait_stream(torch.cuda.current_stream(self.memory.device))
+            self._streams.up.wait_stream(torch.cuda.current_stream(self.memory.device))
 
     def step(
         self,
