@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -28,11 +28,12 @@ from meshfold.engine.sequence import split_sequence
 from meshfold.engine.sequence.checks import check_given
 from meshfold.engine.states.replicated import States
 from meshfold.engine.world import World, join_world, watch_over
-from meshfold.engine.zero.captured_step import CapturedZeroSteps
-from meshfold.engine.zero.states import ZeroStates
 from meshfold.kernels.fuse import FusedModel, fuse
 from meshfold.mesh import ParallelSpec
 from meshfold.mesh.watchdog import report_errors
+
+if TYPE_CHECKING:
+    from meshfold.engine.zero.captured_step import CapturedZeroSteps
 
 _BY_HAND = (
     "was called by hand, and the engine has the gradients: call engine.step() after engine.backward(loss), which sums them over "
@@ -174,7 +175,12 @@ def build(
         logits=None if fused is None else fused.logits,
     )
     captured = captured_zero = None
-    if asked.cuda_graph and isinstance(states, ZeroStates):
+    if asked.cuda_graph and world.spec.zero is not None:
+        # Only here: an engine without zero runs without the package meshfold-zero-gemini.
+        from meshfold.engine.zero.captured_step import CapturedZeroSteps
+        from meshfold.engine.zero.states import ZeroStates
+
+        assert isinstance(states, ZeroStates)
         captured_zero = CapturedZeroSteps(forward, states, part.model, world.device, blocks)
         opened.callback(captured_zero.close)
     elif asked.cuda_graph and states.reducer is not None:
