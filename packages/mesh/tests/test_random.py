@@ -142,12 +142,18 @@ def test_compiled_loops_give_the_bits_of_torch(
 def test_a_process_that_draws_few_numbers_loads_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loops, "_drawn", 0)
     monkeypatch.setattr(loops, "COMPILE_AFTER", 8)
-    monkeypatch.setattr(loops, "_has_numba", lambda: True)
+    monkeypatch.setattr(loops, "_kernels", object)
     x = torch.empty(4)
     assert [loops.is_compiled(x) for _ in range(4)] == [False, False, True, True]
     assert not loops.is_compiled(torch.empty(4, device="meta"))
-    monkeypatch.setattr(loops, "_has_numba", lambda: False)
-    assert not loops.is_compiled(x)
+    monkeypatch.undo()
+    monkeypatch.setattr(loops, "COMPILE_AFTER", 0)
+    loops._kernels.cache_clear()
+    try:
+        with mock.patch("importlib.import_module", side_effect=RuntimeError("no locator available")):
+            assert not loops.is_compiled(x), "numba has no folder for its cache"
+    finally:
+        loops._kernels.cache_clear()
 
 
 @devices

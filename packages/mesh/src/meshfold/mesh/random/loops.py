@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-import importlib.util
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from types import ModuleType
@@ -30,17 +29,16 @@ def is_compiled(local: Tensor) -> bool:
     if _drawn < COMPILE_AFTER:
         _drawn += local.numel()
         return False
-    return _has_numba()
+    return _kernels() is not None
 
 
 @functools.cache
-def _has_numba() -> bool:
-    return importlib.util.find_spec("numba") is not None
-
-
-@functools.cache
-def _kernels() -> ModuleType:
-    return importlib.import_module("meshfold.mesh.random.numbers_numba")
+def _kernels() -> ModuleType | None:
+    """Return the module of loops; None without numba, or where numba finds no folder for its cache."""
+    try:
+        return importlib.import_module("meshfold.mesh.random.numbers_numba")
+    except (ImportError, OSError, RuntimeError):
+        return None
 
 
 class Loop(Protocol):
@@ -74,7 +72,7 @@ class NormalLoop:
 
     def fill_(self, block: Tensor, origin: Tensor, steps: Sequence[Tensor]) -> None:
         words = (np.uint64(self.first), np.uint64(self.second))
-        _run(_kernels().fill_normal, block, origin, steps, *words, float(self.std), float(self.mean))
+        _run("fill_normal", block, origin, steps, *words, float(self.std), float(self.mean))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,12 +91,13 @@ class UniformLoop:
 
     def fill_(self, block: Tensor, origin: Tensor, steps: Sequence[Tensor]) -> None:
         wide = block.dtype == torch.float64
-        kernel, number = (_kernels().fill_uniform_64, float) if wide else (_kernels().fill_uniform_32, np.float32)
+        kernel, number = ("fill_uniform_64", float) if wide else ("fill_uniform_32", np.float32)
         _run(kernel, block, origin, steps, np.uint64(self.first), number(self.high - self.low), number(self.low))
 
 
-def _run(kernel: Any, block: Tensor, origin: Tensor, steps: Sequence[Tensor], *arguments: Any) -> None:
+def _run(name: str, block: Tensor, origin: Tensor, steps: Sequence[Tensor], *arguments: Any) -> None:
     """Run a kernel over rows (all dims but the last) and columns, on torch's number of threads."""
+    kernel: Callable[..., None] = getattr(_kernels(), name)
     dtype = block.dtype if block.dtype == torch.float64 else torch.float32
     direct = block.is_contiguous() and block.dtype == dtype
     out = block.detach() if direct else torch.empty(block.shape, dtype=dtype)
