@@ -44,6 +44,38 @@ class Checkpointing(nn.Module):
         return self.head(x)
 
 
+class OffsetRMSNorm(nn.Module):
+    """Gemma's: multiplies by one plus the weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.eps, self.weight = 1e-6, nn.Parameter(torch.randn(8) / 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps) * (1 + self.weight)
+
+
+class ScaledEmbedding(nn.Embedding):
+    """Gemma's: multiplies its rows by a number in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__(13, 8)
+        self.register_buffer("scale", torch.tensor(8**0.5), persistent=False)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) * self.scale.to(self.weight.dtype)  # type: ignore[operator]
+
+
+def gemma() -> nn.Module:
+    model = Checkpointing(False)
+    model.embed = ScaledEmbedding()
+    for block in model.blocks:
+        block.norm = OffsetRMSNorm()
+    model.head = nn.Linear(8, 13, bias=False)
+    model.head.weight = model.embed.weight
+    return model
+
+
 def spectral() -> nn.Module:
     return nn.Sequential(
         nn.Embedding(13, 8), nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8)), nn.Linear(8, 13)
@@ -77,6 +109,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], dict[str, Any]]]
     "reentrant checkpoints in stages": (lambda: Checkpointing(True), dict(pipeline=dict(size=2, microbatches=2)), {}),
     "checkpoints of compiled blocks": (lambda: Checkpointing(False), dict(data=2), COMPILED),
     "compiled blocks, placed by a plan": (lambda: Checkpointing(False), dict(data=2, zero=LIMITED), COMPILED),
+    "scaled rows and norms of one plus the weight": (gemma, dict(tensor=2), {}),
     "spectral norm, placed by a plan": (spectral, dict(zero=LIMITED), {}),
     "positions that depend on the ids": (roberta, dict(sequence=dict(mode="ring", size=2)), {}),
 }

@@ -140,13 +140,13 @@ class Nameless(nn.Module):
         self.out_proj = nn.Linear(HIDDEN, HIDDEN)
 
 
-class GemmaRMSNorm(nn.Module):
+class SquaredRMSNorm(nn.Module):
     def __init__(self, size: int) -> None:
         super().__init__()
         self.weight, self.eps = nn.Parameter(torch.zeros(size)), 1e-6
 
     def forward(self, x: Tensor) -> Tensor:
-        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps) * (1 + self.weight)
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps) * self.weight**2
 
 
 class ScaledLayerNorm(nn.LayerNorm):
@@ -159,9 +159,11 @@ class LowRank(nn.Linear):
         return super().forward(x).tanh()
 
 
-class ScaledEmbedding(nn.Embedding):
+class RampEmbedding(nn.Embedding):
+    """Multiplies each column by another number."""
+
     def forward(self, ids: Tensor) -> Tensor:
-        return super().forward(ids) * 4.0
+        return super().forward(ids) * torch.linspace(1.0, 2.0, self.embedding_dim)
 
 
 class FlatBlock(nn.Module):
@@ -296,7 +298,9 @@ REFUSALS: dict[str, Refusal] = {
         ("attn.mix cannot stay whole", "there is none", "'attn': 'replicate'"),
         settings=dict(rules={"*.mix": "replicate"}),
     ),
-    "1 + weight": Refusal(lambda: decoder(norm=GemmaRMSNorm(HIDDEN)), ("norm: GemmaRMSNorm", "'norm': 'replicate'")),
+    "a norm's weight squared": Refusal(
+        lambda: decoder(norm=SquaredRMSNorm(HIDDEN)), ("norm: SquaredRMSNorm", "'norm': 'replicate'")
+    ),
     "LayerNorm with a forward of its own": Refusal(
         lambda: decoder(norm=ScaledLayerNorm(HIDDEN)), ("norm: ScaledLayerNorm", "(x - mean) / std")
     ),
@@ -304,7 +308,7 @@ REFUSALS: dict[str, Refusal] = {
         lambda: decoder(up=LowRank(HIDDEN, 32)), ("up: LowRank has a forward of its own",)
     ),
     "Embedding with a forward of its own": Refusal(
-        lambda: Model(embed=ScaledEmbedding(8, HIDDEN), block=Block()), ("embed: ScaledEmbedding has a forward",)
+        lambda: Model(embed=RampEmbedding(8, HIDDEN), block=Block()), ("embed: RampEmbedding has a forward",)
     ),
     "weight norm": Refusal(
         lambda: decoder(up=nn.utils.parametrizations.weight_norm(nn.Linear(HIDDEN, 32))),

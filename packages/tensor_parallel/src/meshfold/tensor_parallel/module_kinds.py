@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from meshfold.mesh import LayoutError
+from meshfold.tensor_parallel.row_code import works_on_elements
 
 _MIX_COLUMNS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LocalResponseNorm, nn.CrossMapLRN2d)
 
@@ -85,6 +86,19 @@ def norm_eps(module: nn.Module) -> float | None:
     return None if isinstance(module, nn.RMSNorm) else _measured_eps(module)
 
 
+def norm_offset(module: nn.Module) -> float:
+    """Return what a norm adds to its weight: 1 for those that multiply by ``1 + weight`` (Gemma, Nemotron), else 0."""
+    weight = getattr(module, "weight", None)
+    if type(module) in (nn.LayerNorm, nn.RMSNorm) or weight is None:
+        return 0.0
+    x = torch.randn(2, norm_size(module), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    zeros = {key: torch.zeros(value.shape, dtype=torch.float64) for key, value in module.named_parameters()}
+    try:
+        return float(bool(torch.func.functional_call(module, zeros, (x,)).abs().max() > 0.5))
+    except Exception:  # check_norm reports what is wrong
+        return 0.0
+
+
 def eps_for(eps: float | None, dtype: torch.dtype) -> float:
     """Return the epsilon with which a norm computes inputs of a dtype; None is torch's own: of the dtype it sums in."""
     if eps is not None:
@@ -97,7 +111,7 @@ def _measured_eps(module: nn.Module) -> float:
     generator = torch.Generator().manual_seed(0)
     x = 1e-6 * torch.randn(1, norm_size(module), generator=generator, dtype=torch.float64)
     ones = {
-        key: (torch.zeros if key == "bias" else torch.ones)(value.shape, dtype=torch.float64)
+        key: torch.full(value.shape, 0.0 if key == "bias" else 1.0 - norm_offset(module), dtype=torch.float64)
         for key, value in module.named_parameters()
     }
     try:
@@ -126,7 +140,7 @@ def check_norm(name: str, module: nn.Module) -> None:
     }
     centred = x if kind == "rms" else x - x.mean(-1, keepdim=True)
     wanted = centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps_for(norm_eps(module), x.dtype))
-    wanted = wanted * probe.get("weight", 1.0) + probe.get("bias", 0.0)
+    wanted = wanted * (probe.get("weight", 1.0) + norm_offset(module)) + probe.get("bias", 0.0)
     try:
         found = torch.func.functional_call(module, probe, (x,))
         alike = isinstance(found, Tensor) and torch.allclose(found.double(), wanted, rtol=1e-4, atol=1e-4)
@@ -145,7 +159,8 @@ def why_not(module: nn.Module) -> str:
     kind = type(module).__name__
     for base in (nn.Linear, nn.Embedding, nn.Conv2d):
         if isinstance(module, base):
-            if type(module).forward is not base.forward:
+            coded = isinstance(module, nn.Embedding) and works_on_elements(module)
+            if type(module).forward is not base.forward and not coded:
                 return f"{kind} has a forward of its own, which splitting it as {base.__name__} would lose"
             extra = sorted(set(dict(module.named_parameters())) - {"weight", "bias"})
             if extra or not isinstance(module.weight, nn.Parameter):

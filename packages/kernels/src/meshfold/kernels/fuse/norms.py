@@ -71,7 +71,9 @@ class Norm:
         weight, bias = parameters[self.weight], parameters[self.bias] if self.bias else None
         if self.enter is not None:
             weight, bias = self.enter(weight), None if bias is None else self.enter(bias)
-        return weight.float() + self.offset if self.offset else weight, bias
+        if self.offset:  # at least in float32
+            weight = weight.to(torch.promote_types(weight.dtype, torch.float32)) + self.offset
+        return weight, bias
 
 
 @runtime_checkable

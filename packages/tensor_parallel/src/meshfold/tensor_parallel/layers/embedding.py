@@ -30,6 +30,7 @@ from meshfold.tensor_parallel.matmul import (
 from meshfold.tensor_parallel.modes import Mode, find_mode, split_evenly, vocabulary_multiple
 from meshfold.tensor_parallel.module_kinds import is_patch
 from meshfold.tensor_parallel.plan import MatmulPlan
+from meshfold.tensor_parallel.row_code import row_code
 
 
 class Embedding(ShardedLayer):
@@ -89,6 +90,10 @@ class Embedding(ShardedLayer):
             multiple={0: vocabulary_multiple(mode, mesh)},
         )
         self.weight = shard_parameter(module.weight, place, mesh)
+        self._code = row_code(module)
+        if self._code is not None:
+            for name, buffer in module._buffers.items():
+                self.register_buffer(name, buffer, persistent=False)
         self._gather_table = bind_enter_operand(self.plan, mesh, "w")
         self._leave = bind_leave_operand(self.plan, mesh)
         self._alone = on_one_rank(self.plan, mesh)
@@ -104,7 +109,7 @@ class Embedding(ShardedLayer):
         if not self._alone or ids.device.type == "cpu" or self.weight.shape[0] != self.num_embeddings:
             ids = checked(ids, self.num_embeddings, "token id")
         if self._alone:
-            return F.embedding(ids, self.weight, self.padding_idx)
+            return self._coded(F.embedding(ids, self.weight, self.padding_idx), ids)
         flat = take_block(ids.reshape(-1), self.mesh, 0, self.plan.compute[self.plan.m])
         # The plan's w is [n, k], the table [k, n]: gather a transposed view.
         table = self._gather_table(self.weight.t()).t()
@@ -117,7 +122,11 @@ class Embedding(ShardedLayer):
             padding = None
         found = F.embedding(torch.where(here, local, 0), table, padding)
         y = self._leave(found * here.unsqueeze(-1))
-        return y.view(*lead_shape(ids.shape, y.shape[0]), y.shape[-1])
+        return self._coded(y.view(*lead_shape(ids.shape, y.shape[0]), y.shape[-1]), ids)
+
+    def _coded(self, rows: Tensor, ids: Tensor) -> Tensor:
+        """Return what the table's own class makes of its rows."""
+        return rows if self._code is None else self._code(rows, ids, self.weight, self._buffers)
 
     def extra_repr(self) -> str:
         return f"{self.num_embeddings}, {self.embedding_dim}, mode={self.mode.name}, w='{self.plan.w}'"

@@ -24,7 +24,7 @@ from meshfold.tensor_parallel.layers.base import (
     without_autocast,
 )
 from meshfold.tensor_parallel.modes import Mode, find_mode, split_evenly
-from meshfold.tensor_parallel.module_kinds import eps_for, norm_eps, norm_kind, norm_size
+from meshfold.tensor_parallel.module_kinds import eps_for, norm_eps, norm_kind, norm_offset, norm_size
 
 
 class _Norm(ShardedLayer):
@@ -33,6 +33,8 @@ class _Norm(ShardedLayer):
     weight: nn.Parameter | None
     bias: nn.Parameter | None
     _CENTRED = False
+    offset = 0.0
+    """added to the weight: 1 in Gemma's norms"""
 
     def _take_over(
         self,
@@ -66,6 +68,7 @@ class _Norm(ShardedLayer):
         nn.Module.__init__(made)
         weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
         made._take_over(norm_size(module), eps, weight, bias, mesh, mode)
+        made.offset = norm_offset(module)
         made.train(module.training)
         return made
 
@@ -74,7 +77,9 @@ class _Norm(ShardedLayer):
         if self.weight is None or self.eps is None or self.mesh.size(*self.columns) > 1:
             return None
         bias = "" if self.bias is None else "bias"
-        return Norm(centred=self._CENTRED, eps=self.eps, offset=0.0, weight="weight", bias=bias, enter=self._enter)
+        return Norm(
+            centred=self._CENTRED, eps=self.eps, offset=self.offset, weight="weight", bias=bias, enter=self._enter
+        )
 
     def _normalised(self, x: Tensor, *parameters: Tensor | None) -> Tensor:
         normalise = self._normalise_float64 if x.dtype == torch.float64 else self._normalise
@@ -83,6 +88,10 @@ class _Norm(ShardedLayer):
 
     def _entered(self, parameter: nn.Parameter | None) -> Tensor | None:
         return None if parameter is None else self._enter(parameter)
+
+    def _factor(self) -> Tensor | None:
+        weight = self._entered(self.weight)
+        return weight if weight is None else shifted(weight, self.offset)
 
     def extra_repr(self) -> str:
         return f"{self.hidden}, eps={self.eps}, mode={self.mode.name}"
@@ -110,7 +119,7 @@ class RMSNorm(_Norm):
         return self.mesh.once(key, lambda: bind_rms_norm(self.mesh, self.columns, self.hidden, eps))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self._normalised(x, self._entered(self.weight))
+        return self._normalised(x, self._factor())
 
 
 class LayerNorm(_Norm):
@@ -139,7 +148,7 @@ class LayerNorm(_Norm):
         return self.mesh.once(key, lambda: bind_layer_norm(self.mesh, self.columns, self.hidden, eps))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self._normalised(to_norm_dtype(x), self._entered(self.weight), self._entered(self.bias))
+        return self._normalised(to_norm_dtype(x), self._factor(), self._entered(self.bias))
 
 
 class HeadNorm(ShardedLayer):
@@ -159,7 +168,7 @@ class HeadNorm(ShardedLayer):
         super().__init__()
         mesh.require(*mode.axes, what=f"mode {mode.name!r}")
         self.mesh, self.mode, self.head_dim, self.eps = mesh, mode, norm_size(module), norm_eps(module)
-        self.centred = norm_kind(module) == "layer"
+        self.centred, self.offset = norm_kind(module) == "layer", norm_offset(module)
         place = Placement(shape=(self.head_dim,), axes=((),))
         for name in ("weight", "bias"):
             whole = getattr(module, name, None)
@@ -170,7 +179,7 @@ class HeadNorm(ShardedLayer):
         self.train(module.training)
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = None if self.weight is None else self._enter(self.weight)
+        weight = None if self.weight is None else shifted(self._enter(self.weight), self.offset)
         eps = eps_for(self.eps, x.dtype)
         x = to_norm_dtype(x) if self.centred else x
         with without_autocast(x):
@@ -181,6 +190,11 @@ class HeadNorm(ShardedLayer):
 
     def extra_repr(self) -> str:
         return f"{self.head_dim}, eps={self.eps}, mode={self.mode.name}"
+
+
+def shifted(weight: Tensor, offset: float) -> Tensor:
+    """Return ``weight + offset``, at least in float32; the weight itself without an offset."""
+    return weight.to(torch.promote_types(weight.dtype, torch.float32)) + offset if offset else weight
 
 
 def bind_rms_norm(mesh: Mesh, columns: tuple[str, ...], hidden: int, eps: float) -> Callable[..., Tensor]:
