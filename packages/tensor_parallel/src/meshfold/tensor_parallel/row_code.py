@@ -26,7 +26,7 @@ _kinds: dict[type, type] = {}
 
 
 class RowCode:
-    """What the forward of a class of tables does with the rows that nn.Embedding's forward looks up."""
+    """Code that a class of tables runs on the rows that nn.Embedding's forward looks up."""
 
     def __init__(self, module: nn.Embedding) -> None:
         """Args:
