@@ -217,12 +217,25 @@ def absent_alone(package: Package) -> list[str]:
     ]
 
 
+def statements(tree: ast.AST) -> Iterator[ast.stmt]:
+    """Yield every statement, also those inside functions and classes. It takes no look at expressions, which are most of a tree."""
+    todo = [tree]
+    while todo:
+        node = todo.pop()
+        for field in ("body", "handlers", "orelse", "finalbody", "cases"):
+            todo += getattr(node, field, ())
+        if isinstance(node, ast.stmt):
+            yield node
+
+
 def imports(source: str, module: str, *, is_package: bool) -> Iterator[tuple[int, str]]:
     """Yield every dotted name that a module's source imports, wherever it does so, with its line.
 
     ``from a import b`` yields ``a`` and ``a.b``; relative imports are resolved; ``import_module("a")`` counts.
     """
-    for node in ast.walk(ast.parse(source)):
+    tree = ast.parse(source)
+    by_call = "import_module" in source or "__import__" in source
+    for node in ast.walk(tree) if by_call else statements(tree):
         match node:
             case ast.Import():
                 yield from ((node.lineno, alias.name) for alias in node.names)
@@ -265,7 +278,7 @@ def deep_imports(source: str, package: str) -> Iterator[tuple[int, str, str]]:
 
     Each is a line, the dotted name that is imported, and advice. A public folder may also be imported as a module.
     """
-    for node in ast.walk(ast.parse(source)):
+    for node in statements(ast.parse(source)):
         match node:
             case ast.Import():
                 names = [("", alias.name) for alias in node.names]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from matplotlib.patches import FancyBboxPatch
 
-from integration_tests.house import OWNERS, PACKAGES, Package
+from integration_tests.house import OWNERS, PACKAGES, Package, statements
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -106,7 +106,7 @@ def draw() -> Figure:
 def _siblings(package: Package) -> set[str]:
     found: set[str] = set()
     for path in package.modules:
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in statements(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("meshfold."):
                 found.add(OWNERS[str(node.module).split(".")[1]])
     return found - {package.name}
