@@ -198,7 +198,7 @@ def test_the_first_candidate_that_fits_is_chosen() -> None:
         MemoryPlanError,
         match=r"24 residues do not fit .* the largest tensor is .* Over dap axial \d it fits",
     ):
-        plan_memory(stack, **given, limit=least - 1 + free.weights)
+        plan_memory(stack, **given, limit=least - 1 + free.weights + free.other_bytes)
 
 
 @pytest.mark.slow

@@ -45,7 +45,7 @@ def outline(blocks: int = 1) -> FoldingOutline:
 def test_the_table_fits_and_its_lines_choose_the_same(tmp_path: Path) -> None:
     given = outline()
     weights = sum(weight.nbytes for weight in given.stack.parameters())
-    machine = replace(find_machine("h200x8"), memory=weights + 1_150_000)  # more than two ranks need, less than one
+    machine = replace(find_machine("h200x8"), memory=weights + (34 << 20) + 1_150_000)  # two ranks need less, one more
     found = plan_folding(given, machine, residues=[16, 64], gpus=[1, 2], precision="fp32")
     assert [(one.residues, one.gpus) for one in found.options] == [(16, 1), (16, 2), (64, 1), (64, 2)]
     assert [one.fits for one in found.options] == [True, True, False, True]
