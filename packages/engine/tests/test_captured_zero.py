@@ -254,6 +254,11 @@ class Waiting(nn.Module):
     ("draws", "settings", "why"),
     [
         (False, dict(), "it cannot be captured: RuntimeError: operation not permitted when stream is capturing"),
+        (
+            False,
+            dict(recompute="blocks"),
+            "it cannot be captured: RuntimeError: operation not permitted when stream is capturing",
+        ),
         (True, dict(recompute="blocks"), "aten::rand_like draws random numbers, and blocks that recompute"),
         (True, dict(clip_grad_norm=None), "chunks are stepped while backward runs"),
         (True, dict(gradient_accumulation=2), "gradients are accumulated over several backwards"),

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from meshfold.engine.captured_step import Counted, Inputs, form_of
+from meshfold.engine.errors import TrainingError
 from meshfold.engine.model.mask_choice import masks_by_shape
 from meshfold.engine.zero.random_draws import random_draws
 from meshfold.zero_gemini import BackwardRole, CapturedMoves, segments_on
@@ -131,7 +132,7 @@ class CapturedZeroSteps:
             shown: as for ``gradients.taking``.
         """
         with self._on_its_stream():
-            relieves = False
+            relieves, hooks = False, _hooks_on_saved_tensors()
             if kind is not None and self._replays_it(work, shares.count, kind, first=not gradients.backwards):
                 gradients.begin()
                 try:
@@ -145,7 +146,7 @@ class CapturedZeroSteps:
                     if not self._gives_up(error):
                         raise
                     relieves = self._states.can_relieve(error) and self._relieved < MOST_RELIEVED
-                self._recover()  # the error is gone, and with it the graph of autograd
+                self._recover(hooks)  # the error is gone, and with it the graph of autograd
                 if relieves:
                     self._relieved += 1
                     relieve()
@@ -232,9 +233,22 @@ class CapturedZeroSteps:
         self._failed[self._key] = f"it cannot be captured: {type(error).__name__}: {first}"
         return True
 
-    def _recover(self) -> None:
-        """After an error while a micro-step was captured: forget it."""
+    def _recover(self, hooks: object) -> None:
+        """After an error while a micro-step was captured: forget it.
+
+        Args:
+            hooks: on saved tensors, before the micro-step.
+
+        Raises:
+            TrainingError: if a block that was left in the middle still has its hooks, which would save other blocks' tensors.
+        """
+        gc.collect()  # a checkpoint removes its hooks when nothing refers to its frame; the error's traceback did, in cycles
         self._states.gemini.abandon()
+        if _hooks_on_saved_tensors() != hooks:
+            raise TrainingError(
+                f"cuda_graph=True: {self._failed.get(self._key, '')} The step cannot be repeated without graphs either: leave "
+                "cuda_graph out"
+            )
         self._empty_cache()
         self._say(self._failed.get(self._key, ""))
 
@@ -356,6 +370,12 @@ class CapturedZeroSteps:
             return
         self._said.add(why)
         warnings.warn(f"cuda_graph=True: steps run without graphs now: {why}", stacklevel=6)
+
+
+def _hooks_on_saved_tensors() -> object:
+    """Return the functions through which autograd saves tensors now; None: it keeps them."""
+    top: object = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return top
 
 
 @functools.cache

@@ -43,11 +43,13 @@ class CudaSegments:
     captured, on one stream. A captured segment has not run: it is launched at once, so that what comes after it sees its results.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, nbytes: int = 0) -> None:
         """Free cached memory of a GPU for the pool.
 
         Args:
             device: the GPU.
+            nbytes: allocated by the step at its peak, if that is known. The pool takes it in one piece, as far as the process may:
+                torch does not let the pieces of such a pool grow, and pieces of different sizes would leave gaps.
         """
         self._device = device
         self._open: torch.cuda.CUDAGraph | None = None
@@ -55,6 +57,12 @@ class CudaSegments:
         gc.collect()  # no tensor of an earlier step may be freed while a graph is captured
         torch.cuda.empty_cache()
         self._pool = torch.cuda.graph_pool_handle()
+        self._first: Callable[[], None] | None = None  # a graph for which the pool keeps that piece
+        if nbytes:
+            self.begin()
+            with contextlib.suppress(torch.OutOfMemoryError):
+                torch.empty(min(nbytes, _available_bytes(device)), dtype=torch.uint8, device=device)
+            self._first = self.end()
 
     def begin(self) -> None:
         graph = torch.cuda.CUDAGraph()
@@ -100,5 +108,18 @@ class CudaSegments:
 
 
 def segments_on(device: torch.device) -> Segments | None:
-    """Return what captures segments on a device; None on a CPU, which has no graphs."""
-    return CudaSegments(device) if device.type == "cuda" else None
+    """Return what captures segments on a device; None on a CPU, which has no graphs.
+
+    The pool of a GPU's graphs begins with what was allocated more at the last peak than now.
+    """
+    if device.type != "cuda":
+        return None
+    more = torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device)
+    return CudaSegments(device, max(0, int(1.02 * more)))
+
+
+def _available_bytes(device: torch.device) -> int:
+    """Return what this process may still take of a GPU, less what small tensors and libraries need."""
+    free, total = torch.cuda.mem_get_info(device)
+    allowed = torch.cuda.get_per_process_memory_fraction(device) * total - torch.cuda.memory_reserved(device)
+    return max(1, int(0.97 * min(free, allowed)))
