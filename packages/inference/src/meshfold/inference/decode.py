@@ -241,23 +241,22 @@ class DecodeBatch:
 
         A step that runs again from the same state writes the same keys and values.
         """
-        graphs = [graph]
-        for fetch in (False, True):
-            early, reason = None, ""
-            try:
-                with overlapped_launches(fetch=fetch):
-                    self._restore(before)
-                    advance()  # compiles
-                    early = captured(advance)
-            except Exception as problem:  # of Triton's compiler, or of a driver that captures no such launch
-                reason = (str(problem) or type(problem).__name__).strip().split("\n")[0]
-            if not agree(early is not None) or early is None:
-                told = f"kernels of a token do not begin early, which is slower: {reason or 'on a rank'}"
-                warnings.warn(told, stacklevel=3)
-                break
-            graphs.append(early)
-        times, found = [float("inf")] * len(graphs), [self._tokens] * len(graphs)
-        for _ in range(_TRIES if len(graphs) > 1 else 0):
+        early, reason = None, ""
+        try:
+            with overlapped_launches():
+                self._restore(before)
+                advance()  # compiles
+                early = captured(advance)
+        except Exception as problem:  # of Triton's compiler, or of a driver that captures no such launch
+            reason = (str(problem) or type(problem).__name__).strip().split("\n")[0]
+        if not agree(early is not None) or early is None:
+            warnings.warn(
+                f"kernels of a token do not begin early, which is slower: {reason or 'on a rank'}", stacklevel=3
+            )
+            return graph
+        graphs = (graph, early)
+        times, found = [float("inf")] * 2, [self._tokens] * 2
+        for _ in range(_TRIES):
             for i, each in enumerate(graphs):
                 self._restore(before)
                 self._ids.zero_()  # another token leaves other values wherever a kernel could read too early
@@ -265,11 +264,10 @@ class DecodeBatch:
                 self._restore(before)
                 times[i] = min(times[i], gpu_ms(each.replay))
                 found[i] = torch.cat((self._tokens.double(), self._logprobs))
-        best = times.index(min(times))
-        same = all(torch.equal(each, found[0]) for each in found)
+        same = torch.equal(*found)
         if not same:
             warnings.warn("kernels of a token that begin early choose other words; they are not taken", stacklevel=3)
-        return graphs[best] if agree(same) else graph
+        return early if agree(same) and times[1] < times[0] else graph
 
     def _state(self) -> list[Tensor]:
         """Return copies of what a step changes."""

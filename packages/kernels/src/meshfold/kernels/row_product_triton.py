@@ -12,10 +12,10 @@ import triton.language as tl
 from torch import Tensor
 
 from meshfold.kernels._triton import cdiv, launch
-from meshfold.kernels.overlap import early, fetched_lines
+from meshfold.kernels.overlap import early
 from meshfold.kernels.row_product import RowWeight
 from meshfold.kernels.row_tiles import RowCall, Tile, group_of
-from meshfold.kernels.row_words_triton import fetch, finish, product_words
+from meshfold.kernels.row_words_triton import finish, product_words
 
 
 @triton.jit
@@ -80,7 +80,6 @@ def _product(
     BK: tl.constexpr,
     STAGES: tl.constexpr,
     EARLY: tl.constexpr,
-    LINES: tl.constexpr,
 ):
     """Multiply by a weight (GROUP 0), by codes with a scale of each row (GROUP 1), or of each group."""
     row = tl.program_id(0) * BN + tl.arange(0, BN)
@@ -98,10 +97,6 @@ def _product(
         if GATED:
             tile2 = _weights(w2, wide, w_row, column, mask)
         tl.extra.cuda.gdc_launch_dependents()
-        if LINES:
-            fetch(w, row, n, w_row, BK, LINES)
-            if GATED:
-                fetch(w2, row, n, w_row, BK, LINES)
         tl.extra.cuda.gdc_wait()
         given, squares = _given(x, gain, column, there, NORM)
         group = wide * groups + (column // GROUP if GROUP > 1 else column * 0)[None, :]
@@ -280,11 +275,6 @@ def product(
         groups,
         eps,
     )
-
-    def lines(loaded: int) -> int:
-        left = weight.shape[1] * weight.element_size() - loaded
-        return fetched_lines(cdiv(n, sizes.rows), sizes.rows * (1 if gate is None else 2), left)
-
     parts = dict(
         GROUP=group,
         ZERO=zero is not None,
@@ -298,27 +288,15 @@ def product(
     )
     grid = (cdiv(n, sizes.rows),)
     if words:
-        launch(
-            product_words,
-            grid,
-            x,
-            *arguments,
-            BITS=words,
-            BC=32 * sizes.warps,
-            LINES=lines(256 * sizes.warps),
-            **parts,
-        )
-    elif four:
-        launch(_product_int4, grid, x, *arguments, BK=max(sizes.columns, group), STAGES=sizes.stages, **parts)
-    else:
-        launch(
-            _product,
-            grid,
-            x,
-            *arguments,
-            BK=sizes.columns,
-            STAGES=sizes.stages,
-            LINES=lines(sizes.columns * weight.element_size()),
-            **parts,
-        )
+        launch(product_words, grid, x, *arguments, BITS=words, BC=32 * sizes.warps, **parts)
+        return y
+    launch(
+        _product_int4 if four else _product,
+        grid,
+        x,
+        *arguments,
+        BK=max(sizes.columns, group) if four else sizes.columns,
+        STAGES=sizes.stages,
+        **parts,
+    )
     return y

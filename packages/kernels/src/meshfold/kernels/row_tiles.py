@@ -18,7 +18,7 @@ _LEAST_BYTES = 1 << 20
 """Of a weight whose tiles are measured."""
 _MANY_BYTES = 3 << 27
 """Of weights that are read one after another: more than a GPU's cache has, so that they come from memory."""
-_REPLAYS = 4
+_ROUNDS = 4
 
 
 class Tile(NamedTuple):
@@ -117,12 +117,18 @@ def group_of(layer: RowWeight) -> int:
 
 def word_tiles(bits: int, *, gated: bool) -> list[Tile]:
     """Return the tiles to try for weights of so many bits that are read in words of eight bytes."""
-    sizes = {4: ((16, 2), (8, 2), (8, 4)), 8: ((8, 2), (8, 4), (16, 2)), 16: ((8, 2), (8, 4), (4, 4))}[bits]
+    sizes = {
+        4: ((16, 2), (8, 2), (8, 4), (4, 4), (8, 8)),
+        8: ((8, 2), (8, 4), (4, 4), (8, 8)),
+        16: ((8, 4), (4, 4), (4, 8)),
+    }[bits]
     return [Tile(rows // 2 if gated else rows, 32 * warps, warps, words=True) for rows, warps in sizes]
 
 
 def measured_row_tiles(
-    calls: Sequence[RowCall], dtype: torch.dtype, time: Callable[[Callable[[], object]], float] | None = None
+    calls: Sequence[RowCall],
+    dtype: torch.dtype,
+    time: Callable[[Sequence[Callable[[], object]]], list[float]] | None = None,
 ) -> dict[tuple[object, ...], Tile]:
     """Return the fastest tile of each kind of product that has none yet, for :func:`take_row_tiles`.
 
@@ -132,7 +138,7 @@ def measured_row_tiles(
     Args:
         calls: products of a model, with weights on one GPU.
         dtype: of the row.
-        time: returns the milliseconds that a GPU takes for what a function launches; None: in a CUDA graph.
+        time: returns the milliseconds that a GPU takes for what each of some functions launches; None: in CUDA graphs.
     """
     time = time or _graph_ms
     kinds: dict[tuple[object, ...], list[RowCall]] = {}
@@ -143,18 +149,19 @@ def measured_row_tiles(
     for kind, given in kinds.items():
         call = given[0]
         x = torch.linspace(-40, 60, call.columns, device=call.layer.weight.device).sin().to(dtype)
-        several = given[: -(-_MANY_BYTES // call.bytes)]
-        known, bits = call.known_tile(), call.word_bits()
-        times = {known: time(partial(_run, several, x, known)) * 0.98}
-        wanted = _run([call], x, known)
+        tiles = [call.known_tile()]
+        wanted, bits = _run([call], x, tiles[0]), call.word_bits()
         for tile in word_tiles(bits, gated=call.gate is not None) if bits else ():
             try:
                 if _agree(_run([call], x, tile), wanted):
-                    times[tile] = time(partial(_run, several, x, tile))
+                    tiles.append(tile)
             except Exception as problem:  # of Triton's compiler
                 reason = (str(problem) or type(problem).__name__).strip().split("\n")[0]
                 warnings.warn(f"no products of one row by {tile}, which may be slower: {reason}", stacklevel=2)
-        found[kind] = min(times, key=lambda tile: times[tile])
+        several = given[: -(-_MANY_BYTES // call.bytes)]
+        times = time([partial(_run, several, x, tile) for tile in tiles])
+        times[0] *= 0.98
+        found[kind] = tiles[times.index(min(times))]
     return found
 
 
@@ -165,25 +172,28 @@ def _run(calls: Sequence[RowCall], x: Tensor, tile: Tile) -> Tensor:
     return [product(x, *each.layer, gate=each.gate, norm=each.norm, tile=tile) for each in calls][-1]
 
 
-def _graph_ms(run: Callable[[], object]) -> float:
-    """Return the milliseconds that a GPU takes for what a function launches, without the host: the least of a few replays."""
-    run()  # compiles
-    graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+def _graph_ms(runs: Sequence[Callable[[], object]]) -> list[float]:
+    """Return the milliseconds that a GPU takes for what functions launch, without the host: the least of a few rounds of all."""
+    graphs, side = [torch.cuda.CUDAGraph() for _ in runs], torch.cuda.Stream()
+    for run in runs:
+        run()  # compiles
     torch.cuda.synchronize()
     with torch.cuda.stream(side):  # torch.cuda.graph collects garbage first, which takes longer than all else
-        graph.capture_begin(capture_error_mode="thread_local")  # other threads watch ranks
-        try:
-            run()
-        finally:
-            graph.capture_end()
-    least = float("inf")
-    for _ in range(_REPLAYS):
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        stop.record()
-        stop.synchronize()
-        least = min(least, start.elapsed_time(stop))
+        for graph, run in zip(graphs, runs, strict=True):
+            graph.capture_begin(capture_error_mode="thread_local")  # other threads watch ranks
+            try:
+                run()
+            finally:
+                graph.capture_end()
+    least = [float("inf")] * len(runs)
+    for _ in range(_ROUNDS):  # one by one, the first would be timed by a clock that has yet to rise
+        for i, graph in enumerate(graphs):
+            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            graph.replay()
+            stop.record()
+            stop.synchronize()
+            least[i] = min(least[i], start.elapsed_time(stop))
     return least
 
 

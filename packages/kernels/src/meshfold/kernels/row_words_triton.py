@@ -47,21 +47,6 @@ def finish(
 
 
 @triton.jit
-def fetch(w, row, n, w_row, start, LINES: tl.constexpr):
-    """Have lines of 128 bytes of some rows, from the element ``start`` on, brought to the cache of the GPU."""
-    each: tl.constexpr = 1024 // w.dtype.element_ty.primitive_bitwidth
-    place = tl.minimum(row, n - 1).to(tl.int64)[:, None] * w_row + (start + tl.arange(0, LINES) * each)[None, :]
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
-        "=r,l",
-        [(w + place).to(tl.int64)],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@triton.jit
 def _half_of(two, i: tl.constexpr):
     """Return one of two bfloat16 in a word of 32 bits in float32, whose upper half they are."""
     return (two & -65536 if i % 2 else two << 16).to(tl.float32, bitcast=True)
@@ -155,7 +140,6 @@ def product_words(
     BN: tl.constexpr,
     BC: tl.constexpr,
     EARLY: tl.constexpr,
-    LINES: tl.constexpr,
 ):
     """Multiply by a weight (GROUP 0), by codes with a scale of each row (GROUP 1), or of each group; BC words at a time.
 
@@ -176,10 +160,6 @@ def product_words(
         ahead2 = tl.load(w2 + start, mask=mask, other=0, eviction_policy="evict_first")
     if EARLY:  # what the kernel before has written is read from here on
         tl.extra.cuda.gdc_launch_dependents()
-        if LINES:
-            fetch(w, row, n, w_row, BC, LINES)
-            if GATED:
-                fetch(w2, row, n, w_row, BC, LINES)
         tl.extra.cuda.gdc_wait()
     acc = tl.zeros((BN, BC), tl.float32)
     acc2 = tl.zeros((BN, BC), tl.float32)
