@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import settings
+from hypothesis.internal.conjecture import providers
 
 from integration_tests.left_behind import Before
 
@@ -73,6 +74,10 @@ def pytest_configure(config: pytest.Config) -> None:
     Collecting a file for the first time compiles it, with its assertions rewritten, for all processes after. Workers that
     collected in one order would compile every file at the same time, each for itself.
     """
+    if config.getoption("--hypothesis-profile", None) is None and hasattr(providers, "_get_local_constants"):
+        # Constants that stand anywhere in our source would be drawn too: examples changed with every module, and each process
+        # that collects tests read a thousand files for them.
+        providers._get_local_constants = lambda: providers._local_constants  # none
     worker = getattr(config, "workerinput", {}).get("workerid", "gw0")
     if int(worker.removeprefix("gw")) % 2 == 0 or any("::" in one for one in config.args):
         return
