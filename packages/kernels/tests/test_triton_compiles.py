@@ -91,6 +91,7 @@ def compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Compil
 @pytest.mark.slow  # the interpreter runs them all but those of fp8
 def test_products_of_one_row_compile(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from meshfold.kernels import row_product_triton
+    from meshfold.kernels.row_tiles import Tile
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     made = Compiler()
@@ -105,7 +106,9 @@ def test_products_of_one_row_compile(monkeypatch: pytest.MonkeyPatch, tmp_path: 
                 layer = K.RowWeight(packed.codes, None, scale, zero)
                 product(x, *layer)
                 product(x, *layer, gate=layer, norm=(x[0], 1e-5))
-    assert made.compiled == {"row_product._product", "row_product._product_int4"}
+                with K.overlapped_launches():
+                    product(x, *layer, norm=(x[0], 1e-5), tile=Tile(8, 64, 2, words=True))
+    assert made.compiled == {"row_product._product", "row_product._product_int4", "row_words.product_words"}
 
 
 def test_codes_become_weights(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,7 @@ def _of_group(weight, scale, zero, group, mask, ZERO: tl.constexpr):
 
 @triton.jit
 def _weights(w, wide, w_row, here, mask):
-    return tl.load(w + wide * w_row + here[None, :], mask=mask, other=0, eviction_policy="evict_first")
+    return tl.load(w + wide * w_row + here[None, :], mask=mask, other=0.0, eviction_policy="evict_first")
 
 
 @triton.jit
