@@ -69,7 +69,7 @@ _PLACES: dict[str, int] = {}
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Have every second worker of pytest-xdist collect from the end.
+    """Leave out what Hypothesis would read of our source, and have every second worker of pytest-xdist collect from the end.
 
     Collecting a file for the first time compiles it, with its assertions rewritten, for all processes after. Workers that
     collected in one order would compile every file at the same time, each for itself.

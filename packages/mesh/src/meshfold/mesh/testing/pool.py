@@ -1,8 +1,8 @@
 """Warm pools of gloo ranks on the CPU: a test on eight ranks in tens of milliseconds.
 
-A pool per world size is made at its first use and kept. Every call runs one module-level function on all its ranks. If a rank
-fails, dies or does not answer, its pool is replaced at the next call. No test then sees a collective that another test left
-unfinished.
+A pool per world size is made at its first use and kept. Every call runs one module-level function on all its ranks, which are
+stopped until the next one. If a rank fails, dies or does not answer, its pool is replaced at the next call. No test then sees a
+collective that another test left unfinished.
 """
 
 from __future__ import annotations
