@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from meshfold.engine import Engine
+from meshfold.mesh.errors import MeshfoldError
 from meshfold.mesh.testing import ranks
 
 IDS = torch.randint(1, 13, (5, 6), generator=torch.Generator().manual_seed(1))
@@ -143,3 +144,23 @@ def test_it_trains_as_in_one_process(case: str) -> None:
     assert sys.modules.get("torch._dynamo") is None or torch._dynamo.eval_frame._stance.stance == "default"
     for name, value in serial.state_dict().items():
         torch.testing.assert_close(found[name], value, rtol=0, atol=1e-12)
+
+
+class Penalised(Checkpointing):
+    """Adds a penalty on all its weights to its logits."""
+
+    def __init__(self) -> None:
+        super().__init__(reentrant=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return super().forward(ids) + sum(parameter.square().sum() for parameter in self.parameters())
+
+
+@ranks(2)
+def test_a_penalty_on_all_weights_is_refused_in_stages() -> None:
+    with Engine(
+        Penalised(), dict(pipeline=2), precision="fp64", optimizer=dict(name="sgd", lr=RATE), loss_fn=loss_fn
+    ) as engine:
+        with pytest.raises(MeshfoldError, match=r"goes through all parameters of Penalised|rank 1 failed"):
+            engine.train_step((IDS, IDS))
+        assert engine.steps == 0

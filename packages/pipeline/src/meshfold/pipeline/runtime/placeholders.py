@@ -35,6 +35,16 @@ class AbsentBlock(nn.Module):
             else:
                 self.__dict__[name] = None if child is None else AbsentBlock(child)
         self.kind = type(block).__name__
+        self.__dict__["elsewhere"] = frozenset((*block._parameters, *block._buffers))
+
+    def __getattr__(self, name: str) -> Any:
+        """Raise: parameters and buffers of an absent block cannot be read."""
+        if name in self.__dict__.get("elsewhere", ()):
+            raise AttributeError(
+                f"{name!r} of a {self.kind} is on another rank, whose stage has it: let the {self.kind} compute with it itself and "
+                "return the result, or use a spec without pipeline"
+            )
+        return super().__getattr__(name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Raise: an absent block is called only through a gate that does not run it."""

@@ -37,6 +37,7 @@ from meshfold.pipeline.runtime.carried import Carried, carried_slots
 from meshfold.pipeline.runtime.deferred_linear import defer_weight_gradients
 from meshfold.pipeline.runtime.forward_analysis import bypassed
 from meshfold.pipeline.runtime.microbatch import Microbatch, Replicas
+from meshfold.pipeline.runtime.parameter_walks import without_parameter_walks
 from meshfold.pipeline.runtime.partial_forward import Slots, TransferPlan
 from meshfold.pipeline.runtime.partition import Partition, PartitionConfig, partition_model
 from meshfold.pipeline.runtime.placeholders import agree_on_dtypes, signature
@@ -135,7 +136,8 @@ class Stage:
         """
         loss = None
         with self._loss_waits():
-            output, inputs = self.run(work, plan, received)
+            with nullcontext() if self._looked_at else without_parameter_walks(self._partition.model):
+                output, inputs = self.run(work, plan, received)
             if not self._looked_at:
                 self._looked_at = True
                 self._check_values(output, received)
