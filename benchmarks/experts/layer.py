@@ -6,13 +6,10 @@ import argparse
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-
-if TYPE_CHECKING:
-    from meshfold.experts import ProductPlan
 
 from benchmarks.common import Contestant, add_output, add_rounds, check_out, median, parse_with_tiny
 from benchmarks.experts.run import add_wheels
@@ -50,10 +47,7 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--tokens", type=int, default=16_384)
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
-    parser.add_argument("--profile", action="store_true", help="print a step of each of ours by kernels")
-    parser.add_argument(
-        "--products", action="store_true", help="time fused products beside torch's, and add contestants with them"
-    )
+    parser.add_argument("--profile", action="store_true", help="print a step of ours by kernels")
     parser.add_argument("--backend", default="inductor", help="of torch.compile")
     add_rounds(parser)
     parser.set_defaults(rounds=4, window_s=1.8)
@@ -66,15 +60,13 @@ def main(argv: Sequence[str]) -> int:
     found = contestants(options)
     measure("experts, a layer", found, options, settings=(*JUDGED, "backend", "window_s"))
     report(options.out)
-    for each in found if options.profile else []:
-        if each.name.partition(",")[0] == OURS and "compiled" not in each.name and each.step is not None:
-            print("\n".join([f"{each.name}:", *lines_of(kernels_of(each.step), 30)]))
+    if options.profile and found[0].step is not None:
+        print("\n".join(lines_of(kernels_of(found[0].step))))
     return 0
 
 
 def contestants(options: argparse.Namespace) -> list[Contestant]:
     """Return all, on the same tokens; the error is that of dx against the eager contestant of the same layer."""
-    from benchmarks.experts.products import lines_of_times, plans_of, times_of
     from meshfold.experts import MixtureOfExperts, SharedExpert
 
     device, dtype = "cuda" if torch.cuda.is_available() else "cpu", getattr(torch, options.dtype)
@@ -85,12 +77,6 @@ def contestants(options: argparse.Namespace) -> list[Contestant]:
         x = torch.randn(1, options.tokens, options.hidden, dtype=dtype, requires_grad=True)
         grad = torch.randn_like(x)
     found = [Contestant(OURS, step_of(mixture, x, grad)), Contestant(DENSE, step_of(dense, x, grad))]
-    if options.products:
-        times = times_of(mixture, x)
-        print("\n".join(lines_of_times(times, vars(options))), flush=True)
-        for name, plan in plans_of(times).items():
-            print(f"ours, {name}: {plan}", flush=True)
-            found.append(Contestant(f"{OURS}, {name}", planned(step_of(mixture, x, grad), plan)))
     for name, layer in ((OURS, mixture), (DENSE, dense)):
         found.append(compiled(f"{name}, compiled", layer, options.backend, x, grad))
     try:
@@ -110,17 +96,6 @@ def step_of(layer: Callable[[Tensor], Tensor], x: Tensor, grad: Tensor) -> Calla
     assert isinstance(layer, nn.Module)
     leaves = (x, *layer.parameters())
     return lambda: torch.autograd.grad(layer(x), leaves, grad)
-
-
-def planned(step: Callable[[], tuple[Tensor, ...]], plan: ProductPlan) -> Callable[[], tuple[Tensor, ...]]:
-    """Return a step whose experts take a plan's products."""
-    from meshfold.experts import use_expert_products
-
-    def call() -> tuple[Tensor, ...]:
-        with use_expert_products(plan):
-            return step()
-
-    return call
 
 
 def compiled(name: str, layer: nn.Module, backend: str, x: Tensor, grad: Tensor) -> Contestant:

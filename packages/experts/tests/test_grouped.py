@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import product
 from typing import Any
 
 import pytest
@@ -12,9 +11,7 @@ from functorch.compile import make_boxed_func
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 
-from meshfold.experts import MixtureOfExperts, ProductPlan, best_plan, grouped_matmul, use_expert_products
-from meshfold.experts.fused_products import fused_experts
-from meshfold.kernels import ProductTile, expert_places
+from meshfold.experts import MixtureOfExperts, grouped_matmul
 
 
 @pytest.mark.parametrize("turned", [False, True])
@@ -93,91 +90,3 @@ def test_compiled_code_launches_the_same_product(dtype: torch.dtype) -> None:
     found = torch.autograd.grad(run(x, weight).square().sum(), (x, weight))
     assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
     assert nodes.count("meshfold.grouped_product.default") == 3, nodes
-
-
-TILE = ProductTile(16, 16, 16, 4, 1)
-PLANS = {
-    "torch's products": ProductPlan(),
-    "gathers": ProductPlan(
-        gate_up=TILE,
-        gate_up_gathers=True,
-        back=TILE,
-        back_gathers=True,
-        gate_up_gradient=TILE,
-        down_gradient=TILE,
-        down=TILE,
-        token_gradient=TILE,
-    ),
-    "rows": ProductPlan(gate_up=TILE, back=TILE),
-    "gathers in backward": ProductPlan(back=TILE, back_gathers=True, gate_up_gradient=TILE),
-    "gathers in forward": ProductPlan(gate_up=TILE, gate_up_gathers=True, down_gradient=TILE),
-}
-
-
-@pytest.mark.parametrize("name", PLANS)
-def test_fused_experts_are_a_loop(name: str) -> None:
-    """An expert without tokens, numbers of no expert, and a token without experts."""
-    torch.manual_seed(0)
-    experts, tokens = 5, 9
-    x, weights = torch.randn(tokens, HIDDEN).double(), torch.rand(tokens, TOP_K).double()
-    gate_up, down = torch.randn(experts, 2 * FFN, HIDDEN).double(), torch.randn(experts, HIDDEN, FFN).double()
-    index = torch.stack([torch.randperm(experts)[:TOP_K] for _ in range(tokens)])
-    index[index == 3] = experts
-    index[4] = -1
-    leaves = [t.requires_grad_() for t in (x, weights, gate_up, down)]
-    y = fused_experts(*leaves, *expert_places(index, experts), PLANS[name])
-    wanted = torch.zeros_like(x)
-    for token, slot in product(range(tokens), range(TOP_K)):
-        if 0 <= (expert := int(index[token, slot])) < experts:
-            gate, up = (gate_up[expert] @ x[token]).chunk(2)
-            out = down[expert] @ (torch.nn.functional.silu(gate) * up) * weights[token, slot]
-            wanted = wanted.index_add(0, torch.tensor([token]), out.unsqueeze(0))
-    torch.testing.assert_close(y, wanted, rtol=1e-12, atol=1e-12)
-    towards = torch.randn_like(y)
-    found, exact = (torch.autograd.grad(out, leaves, towards) for out in (y, wanted))
-    torch.testing.assert_close(found, exact, rtol=1e-12, atol=1e-12)
-
-
-def test_a_layer_takes_a_plan_whose_tiles_fit() -> None:
-    torch.manual_seed(0)
-    layer = MixtureOfExperts(HIDDEN, 32, EXPERTS, TOP_K).double()
-    x = torch.randn(7, HIDDEN, dtype=torch.float64, requires_grad=True)
-    leaves = [x, *layer.parameters()]
-    wanted = [y := layer(x), *torch.autograd.grad(y.square().sum(), leaves)]
-    for tile, named in ((TILE, "_Experts"), (ProductTile(16, 48, 16), "_Sum")):
-        plan = ProductPlan(gate_up=tile, back=tile, gate_up_gradient=tile)
-        with use_expert_products(plan):
-            y = layer(x)
-        assert y.grad_fn is not None and named in str(y.grad_fn.next_functions)
-        found = [y, *torch.autograd.grad(y.square().sum(), leaves)]
-        torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
-    for setting in ("torch", "measured"):  # nothing is measured on a CPU
-        with use_expert_products(setting):
-            assert torch.equal(layer(x), wanted[0])
-    with pytest.raises(ValueError, match="'torch', 'measured'"), use_expert_products("fast"):
-        pass
-
-
-def test_the_best_plan_counts_copies_of_rows() -> None:
-    wide, small = ProductTile(128, 256), ProductTile(128, 128)
-    times: dict[tuple[str, ProductTile | None, bool], float] = {
-        **{(name, None, False): 0.2 for name in ("rows of tokens", "rows of gradients")},
-        **{(name, None, False): 1.0 for name in ("gate_up", "back", "gate_up_gradient", "down_gradient")},
-        **{(name, None, False): 0.5 for name in ("down", "token_gradient")},
-    }
-    assert best_plan(times) is None
-    # A gather pays where both products of the same rows gather.
-    times |= {("gate_up", wide, True): 1.0, ("gate_up_gradient", small, True): 1.05, ("back", small, True): 1.0}
-    assert best_plan(times) == ProductPlan(gate_up=wide, gate_up_gathers=True, gate_up_gradient=small)
-    times |= {
-        ("back", wide, False): 0.7,
-        ("down_gradient", wide, True): 1.3,
-        ("down_gradient", small, True): float("inf"),
-    }
-    assert best_plan(times) == ProductPlan(gate_up=wide, gate_up_gathers=True, gate_up_gradient=small, back=wide)
-    times["gate_up", wide, True] = 1.4
-    assert best_plan(times) == ProductPlan(back=wide)
-    times["back", wide, False] = 0.95  # too little
-    assert best_plan(times) is None
-    times |= {("down", small, False): 0.4, ("down", wide, False): 0.5, ("token_gradient", wide, False): 0.6}
-    assert best_plan(times) == ProductPlan(back=wide, down=small)

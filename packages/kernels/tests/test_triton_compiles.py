@@ -213,12 +213,6 @@ def test_all_kernels_compile(compiler: Compiler, monkeypatch: pytest.MonkeyPatch
     chosen, weights, shares = K.softmax_choice(logits, 8, normalize=True)
     (weights.sum() + K.routing_totals(logits, shares, chosen)[1].sum()).backward()
     K.expert_places(chosen, 128)
-    with torch.no_grad():
-        tile, ends, tokens = K.ProductTile(64, 64, 64, 4, 3), torch.zeros(2).int(), torch.zeros(8).int()
-        both, _ = K.gated_rows(x[:, :128], tokens, torch.zeros(2, 128, 128).bfloat16(), ends, torch.zeros(8), tile)
-        K.gated_row_gradients(x[:, :128], tokens, torch.zeros(2, 128, 64).bfloat16(), ends, both, torch.zeros(8), tile)
-        K.outer_rows(both, None, x[:, :128], tokens, ends, tile)
-        K.rows_times(both, torch.zeros(2, 128, 64).bfloat16(), ends, tile)
     p, grad, settings = torch.zeros(h), x[0].detach(), K.AdamSettings(weight_decay=0.1)
     for made in (
         K.WholeState.of(p, torch.bfloat16),
@@ -291,11 +285,6 @@ def test_all_kernels_compile(compiler: Compiler, monkeypatch: pytest.MonkeyPatch
         "token_rows._take",
         "token_rows._sum",
         "token_rows._sum_gradients",
-        "expert_products._list_tiles",
-        "expert_products._gated",
-        "expert_products._gated_gradients",
-        "expert_products._outer",
-        "expert_products._times",
         "expert_choice._chosen",
         "expert_choice._choice_gradients",
         "expert_choice._totals",

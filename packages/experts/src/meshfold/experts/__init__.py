@@ -13,9 +13,8 @@ from meshfold.experts.balance import (
 )
 from meshfold.experts.dispatch import chosen_exchange, dispatch
 from meshfold.experts.expert_rows import ExpertRows
-from meshfold.experts.feed_forward import ExpertLayout, FeedForward, feed_forward
+from meshfold.experts.feed_forward import ExpertLayout, feed_forward
 from meshfold.experts.find import ExpertBlock, find_experts
-from meshfold.experts.fused_products import ProductPlan
 from meshfold.experts.grouped import grouped_matmul
 from meshfold.experts.keep import (
     RoutingKeeper,
@@ -27,7 +26,6 @@ from meshfold.experts.keep import (
 )
 from meshfold.experts.layer import Experts, MixtureOfExperts, SharedExpert
 from meshfold.experts.losses import balance_loss, z_loss
-from meshfold.experts.product_choice import Operands, best_plan, measured_products, use_expert_products
 from meshfold.experts.routers import Router, SigmoidRouter, SoftmaxRouter, update_selection_bias
 from meshfold.experts.routing import Routing, sigmoid_top_k, softmax_top_k
 from meshfold.experts.shard import DispatchingForward, ExpertShard, ShardedExperts, shard_experts
@@ -40,10 +38,7 @@ __all__ = [
     "ExpertRows",
     "ExpertShard",
     "Experts",
-    "FeedForward",
     "MixtureOfExperts",
-    "Operands",
-    "ProductPlan",
     "Reduce",
     "Router",
     "Routing",
@@ -56,7 +51,6 @@ __all__ = [
     "SoftmaxRouter",
     "balance_loss",
     "balance_loss_of",
-    "best_plan",
     "chosen_exchange",
     "dispatch",
     "feed_forward",
@@ -64,7 +58,6 @@ __all__ = [
     "grouped_matmul",
     "keep_routing",
     "keeper_of",
-    "measured_products",
     "moved_bias",
     "over_ranks",
     "routing_keepers",
@@ -75,7 +68,6 @@ __all__ = [
     "sum_over_ranks",
     "upcycle",
     "update_selection_bias",
-    "use_expert_products",
     "z_loss",
     "z_loss_of",
 ]

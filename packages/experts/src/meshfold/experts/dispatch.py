@@ -29,7 +29,6 @@ from torch import Tensor
 from meshfold.experts.counting import rank_places
 from meshfold.experts.exchange import Exchange, send_back, send_routing
 from meshfold.experts.expert_rows import ExpertRows, RowSource, Run
-from meshfold.experts.feed_forward import FeedForward
 from meshfold.experts.ways import ToAll, ToSome, Way
 from meshfold.kernels import expert_places, pairs_of, sum_rows, take_rows
 from meshfold.mesh import Group, SpecError, all_gather, all_to_all
@@ -285,10 +284,6 @@ def _here(
     if index.is_meta and counts is None:
         counts = _evenly(rows, experts)
     places, pairs, ends = expert_places(index, experts, rows)
-    if weighs and isinstance(run, FeedForward):
-        sums = run.sums(tokens, weights, places, pairs, ends)
-        if sums is not None:
-            return sums
     of_rows = None
     if weighs:
         of_rows = take_rows(weights.reshape(-1, 1), pairs, places.reshape(-1, 1)).squeeze(1)

@@ -10,9 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshfold.experts.expert_rows import ExpertRows, RowSource
-from meshfold.experts.fused_products import fused_experts
 from meshfold.experts.grouped import grouped_matmul
-from meshfold.experts.product_choice import Operands, expert_products, plan_for
 from meshfold.kernels import swiglu, weighted_swiglu
 
 Gate = Callable[[Tensor], Tensor]
@@ -50,46 +48,6 @@ class ExpertLayout:
     def weighs(self) -> bool:
         """True if the activation can take the weights of rows: later operations are linear, so this weights outputs."""
         return self.gate is swiglu and self.down_bias is None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FeedForward:
-    """The experts of a module as ``run`` of :func:`meshfold.experts.dispatch`: :func:`feed_forward`, or all at once where fused.
-
-    Attributes:
-        layout, experts, sharing: see :func:`feed_forward`.
-    """
-
-    layout: ExpertLayout
-    experts: nn.Module
-    sharing: int = 1
-
-    def __call__(self, rows: ExpertRows) -> Tensor:
-        """Return the outputs of rows: ``[m, h] -> [m, h]``."""
-        return feed_forward(self.layout, self.experts, rows, sharing=self.sharing)
-
-    def sums(self, tokens: Tensor, weights: Tensor, places: Tensor, pairs: Tensor, ends: Tensor) -> Tensor | None:
-        """Return the weighted sums of tokens by fused products; None if the setting or a measurement is against them.
-
-        Args:
-            tokens: [n, h].
-            weights: [n, k].
-            places, pairs, ends: of :func:`meshfold.kernels.expert_places`.
-        """
-        layout = self.layout
-        if expert_products() == "torch" or not layout.weighs or layout.gate_up_bias is not None:
-            return None
-        if layout.transposed or layout.interleaved:
-            return None
-        given: Tensor = tokens
-        gate_up: Tensor = self.experts.get_parameter(layout.gate_up)
-        down: Tensor = self.experts.get_parameter(layout.down)
-        if tokens.device.type != "meta" and torch.is_autocast_enabled(tokens.device.type):
-            dtype = torch.get_autocast_dtype(tokens.device.type)
-            given, gate_up, down = given.to(dtype), gate_up.to(dtype), down.to(dtype)
-        operands = Operands(given, weights, gate_up, down, places, pairs, ends)
-        plan = plan_for(operands)
-        return None if plan is None else fused_experts(*operands, plan).to(tokens.dtype)
 
 
 def feed_forward(layout: ExpertLayout, experts: nn.Module, rows: ExpertRows, *, sharing: int = 1) -> Tensor:

@@ -84,19 +84,19 @@ class _Grouped(torch.autograd.Function):
 
 
 def _rows_times(x: Tensor, weight: Tensor, ends: Tensor, counts: Sequence[int] | None) -> Tensor:
-    return product_of_runs(x.contiguous(), weight, ends, counts)
+    return _product(x.contiguous(), weight, ends, counts)
 
 
 def _outer(x: Tensor, dy: Tensor, weight: Tensor, ends: Tensor, counts: Sequence[int] | None) -> Tensor:
     """Return the gradient of the weights ``[e, a, b]``, in the weights' memory layout."""
     turned = weight.stride(1) < weight.stride(2)  # the parameter is [e, b, a]
     left, right = (dy, x.contiguous()) if turned else (x.contiguous(), dy)
-    found = product_of_runs(left.t(), right, ends, counts)
+    found = _product(left.t(), right, ends, counts)
     return found.transpose(1, 2) if turned else found
 
 
-def product_of_runs(left: Tensor, right: Tensor, ends: Tensor, counts: Sequence[int] | None) -> Tensor:
-    """Return the product of each run, which has no backward: ``[m, a], [e, a, b] -> [m, b]`` or ``[a, m], [m, b] -> [e, a, b]``."""
+def _product(left: Tensor, right: Tensor, ends: Tensor, counts: Sequence[int] | None) -> Tensor:
+    """Return the product of each run: ``[m, a], [e, a, b] -> [m, b]`` or ``[a, m], [m, b] -> [e, a, b]``."""
     if torch.compiler.is_compiling():
         found: Tensor = torch.ops.meshfold.grouped_product(left, right, ends, counts)
         return found
@@ -113,7 +113,7 @@ def product_of_runs(left: Tensor, right: Tensor, ends: Tensor, counts: Sequence[
 
 @torch.library.custom_op("meshfold::grouped_product", mutates_args=())
 def _opaque_product(left: Tensor, right: Tensor, ends: Tensor, counts: Sequence[int] | None) -> Tensor:
-    return product_of_runs(left, right, ends, counts).contiguous()
+    return _product(left, right, ends, counts).contiguous()
 
 
 @_opaque_product.register_fake

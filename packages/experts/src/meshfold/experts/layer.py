@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from meshfold.experts.dispatch import dispatch
-from meshfold.experts.feed_forward import ExpertLayout, FeedForward
+from meshfold.experts.feed_forward import ExpertLayout, feed_forward
 from meshfold.experts.routers import Router, SigmoidRouter, SoftmaxRouter
 from meshfold.kernels import swiglu, swiglu2
 from meshfold.mesh import SpecError
@@ -49,7 +49,7 @@ class Experts(nn.Module):
             x,
             index,
             weights,
-            FeedForward(layout=self.layout, experts=self),
+            lambda rows: feed_forward(self.layout, self, rows),
             experts=self.num_experts,
             weighs=True,
             capacity=self.capacity,

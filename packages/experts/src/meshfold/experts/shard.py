@@ -9,7 +9,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from meshfold.experts.dispatch import chosen_exchange, dispatch, experts_of_each
-from meshfold.experts.feed_forward import FeedForward
+from meshfold.experts.expert_rows import ExpertRows
+from meshfold.experts.feed_forward import feed_forward
 from meshfold.experts.find import ExpertBlock
 from meshfold.mesh import Group, SpecError
 
@@ -128,7 +129,7 @@ class DispatchingForward:
             tokens,
             index,
             weights,
-            FeedForward(layout=self.layout, experts=self.experts, sharing=self.sharing),
+            self._run,
             experts=self.number,
             group=self.group,
             sharing=self.sharing,
@@ -138,3 +139,6 @@ class DispatchingForward:
             exchange=self.exchange,
             meanwhile=meanwhile,
         )
+
+    def _run(self, rows: ExpertRows) -> Tensor:
+        return feed_forward(self.layout, self.experts, rows, sharing=self.sharing)

@@ -16,7 +16,6 @@ from meshfold.kernels.activations import (
     swiglu,
     swiglu2,
     weighted_swiglu,
-    weighted_swiglu_backward,
 )
 from meshfold.kernels.adam import (
     AdamSettings,
@@ -41,14 +40,6 @@ from meshfold.kernels.dispatch import Availability, KernelError, available, coun
 from meshfold.kernels.dropout import dropout
 from meshfold.kernels.expert_choice import routing_totals, softmax_choice
 from meshfold.kernels.expert_places import expert_places, pairs_of, running_counts
-from meshfold.kernels.expert_products import (
-    ProductTile,
-    gated_row_gradients,
-    gated_rows,
-    outer_rows,
-    rows_times,
-    tile_fits,
-)
 from meshfold.kernels.factored_lists import (
     came_distance_lists,
     factored_apply_lists,
@@ -183,7 +174,6 @@ __all__ = [
     "Nf4Linear",
     "OneShotMemory",
     "PackedWeight",
-    "ProductTile",
     "QuantizedState",
     "RowCall",
     "RowWeight",
@@ -229,8 +219,6 @@ __all__ = [
     "fp8_output",
     "fp8_product",
     "fp8_weight_gradient",
-    "gated_row_gradients",
-    "gated_rows",
     "geglu2",
     "gradients_in_backward",
     "join_master",
@@ -263,7 +251,6 @@ __all__ = [
     "one_shot_rows",
     "one_shot_slot",
     "one_shot_sum",
-    "outer_rows",
     "overlapped_launches",
     "overlaps_on",
     "pack_nf4",
@@ -286,7 +273,6 @@ __all__ = [
     "rms_norm_stats",
     "routing_totals",
     "row_product",
-    "rows_times",
     "running_counts",
     "segment_attention",
     "shared_columns",
@@ -310,7 +296,6 @@ __all__ = [
     "use",
     "weight_scales",
     "weighted_swiglu",
-    "weighted_swiglu_backward",
     "word_parts",
     "write_gradient",
 ]

@@ -77,20 +77,6 @@ def weighted_swiglu(gate_up: Tensor, weights: Tensor, filled: Tensor | None = No
     return y
 
 
-def weighted_swiglu_backward(
-    dy: Tensor, gate_up: Tensor, weights: Tensor, filled: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """Return the gradients of :func:`weighted_swiglu`: ``m f, m (2 f), m -> m (2 f), m``, the latter in float32 (float64).
-
-    A piece without a backward.
-    """
-    rows = as_rows(gate_up)
-    gradient = contiguous_like(rows)
-    (gate, up), (dgate, dup) = rows.chunk(2, 1), gradient.chunk(2, 1)
-    found = dispatch.piece(weighted_gradients, gate_up, dy)
-    return gradient, found(as_rows(dy), gate, up, weights, dgate, dup, filled)
-
-
 def swiglu2(gate: Tensor, up: Tensor, *, source: Fp8Source | None = None) -> Tensor:
     """silu(gate) * up of two tensors: ``... f, ... f -> ... f``, in the dtype of ``gate``; ``source`` as of :func:`swiglu`.
 

@@ -39,7 +39,6 @@ FAMILIES: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "token_rows": ("take_rows, sum_rows", ("triton",)),
     "expert_choice": ("softmax_choice, routing_totals", ("triton",)),
     "expert_places": ("expert_places", ("triton",)),
-    "expert_products": ("gated_rows, gated_row_gradients, rows_times, outer_rows", ("triton",)),
     "fp8_casts": ("to_fp8", ("triton",)),
     "cross_entropy": ("cross_entropy and its pieces, linear_cross_entropy, linear_log_probs", ("triton",)),
     "dropout": ("dropout", ("triton", "numba")),
