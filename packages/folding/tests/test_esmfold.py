@@ -70,8 +70,9 @@ def test_a_plan_counts_the_blocks_of_a_trunk() -> None:
     stack = model.trunk.stack()
     whole = plan_memory(stack, residues=16, training=False, dtype=torch.float32)
     assert whole.settings == MemorySettings() and whole.no_blocks == 1
-    lean = plan_memory(stack, residues=16, training=False, dtype=torch.float32, limit=whole.bytes * 2 // 3)
-    assert lean.settings.chunk_bytes is not None and lean.bytes <= whole.bytes * 2 // 3
+    limit = whole.other_bytes + (whole.bytes - whole.other_bytes) * 2 // 3
+    lean = plan_memory(stack, residues=16, training=False, dtype=torch.float32, limit=limit)
+    assert lean.settings.chunk_bytes is not None and lean.bytes <= limit
     parallelize_folding(model, Mesh({"axial": 1}, rank=0), memory=lean.count.peak)
     with torch.no_grad():
         model.float()(torch.arange(16).unsqueeze(0), num_recycles=0)

@@ -340,7 +340,7 @@ def test_a_folding_model_is_planned_over_residues_and_gpus(
     assert [(one["residues"], one["gpus"], one["fits"]) for one in answer["options"]] == [(16, 1, True), (16, 2, True)]
     assert main([*plan, "--gpus", "1", "--gpu-memory", "30KiB"]) == 1
     caught = capsys.readouterr()
-    assert " 16     1    no " in caught.out and "nothing fits: 16 residues on one rank need 0.00 GiB" in caught.err
+    assert " 16     1    no " in caught.out and "nothing fits: 16 residues on one rank need 0.03 GiB" in caught.err
     refusals = {
         ("--parallel", "data=2"): "--parallel is what the plan of a folding model answers",
         ("--ranks", "4"): "--ranks is not for folding models",

@@ -288,7 +288,6 @@ __all__ = [
     "swiglu2",
     "take_row_tiles",
     "take_rows",
-    "tile_fits",
     "to_codes",
     "to_fp8",
     "two_a_byte",

@@ -44,10 +44,10 @@ def observed_mean(calls: LossCalls, work: Batch, world: World, *, mean: LossMean
     fill = torch.zeros((), dtype=torch.int64, device=world.device)
     numbers = [fill + len(counts), *(one.to(world.device) for one in counts), *[fill] * (_MOST - len(counts))]
     numbers += [work.count(one, device=world.device) for one in _CANDIDATES]
-    table = all_gather(torch.stack(numbers).view(1, -1), world.row_group, 0)
-    if table.is_meta:  # a plan's forward has shapes and no numbers
+    mine = torch.stack(numbers).view(1, -1)
+    if mine.is_meta:  # a plan's forward has shapes and no numbers, and is that of every step
         return mean
-    each, *columns = table.t().tolist()
+    each, *columns = all_gather(mine, world.row_group, 0).t().tolist()
     if mean is LossMean.SUM or len({*each}) > 1:
         return mean
     found, expected = columns[: len(counts)], dict(zip(_CANDIDATES, columns[_MOST:], strict=True))

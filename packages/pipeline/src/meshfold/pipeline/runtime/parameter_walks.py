@@ -6,7 +6,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from pathlib import PurePath
 from typing import Any
 
 from torch import nn
@@ -41,7 +40,7 @@ def _walk(module: nn.Module, walk: Callable[..., Iterator[Any]], *args: Any, **k
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.endswith("module.py"):  # nn.Module.parameters
         frame = frame.f_back
-    if not _LIBRARIES & set(PurePath(frame.f_code.co_filename).parts):
+    if str(frame.f_globals.get("__name__")).partition(".")[0] not in _LIBRARIES:
         raise LayoutError(
             f"{frame.f_code.co_filename}, line {frame.f_lineno}, goes through all parameters of {type(module).__name__}, of "
             "which a stage has a part: a sum over them would lack those of other stages. Use the optimizer's weight_decay for a "
