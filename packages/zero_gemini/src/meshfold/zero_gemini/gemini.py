@@ -432,6 +432,8 @@ class Gemini(ChunkedModel):
         try:
             if self._stepper is not None and not self._faults.is_reported and not self.is_half_stepped:
                 self.flush()
+            if not self._faults.is_reported:
+                self._runtime.rest()  # what was gathered for a next step: a collective that nobody waits for keeps its memory
         finally:  # also if a pending step failed
             self._runtime.close()
             self._flow.close()
