@@ -65,7 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 @contextmanager
 def _seldom_collecting() -> Iterator[None]:
-    """Context manager: the garbage collector looks seldom. Imports and a search make many objects; it took a seventh of the time."""
+    """Context manager: the garbage collector looks seldom. A search makes many objects; it took a seventh of the time."""
     before = gc.get_threshold()
     gc.set_threshold(50_000, 20, 100)
     try:
