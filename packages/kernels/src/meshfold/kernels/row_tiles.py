@@ -15,9 +15,9 @@ from meshfold.kernels.row_product import RowWeight
 _WORD_BITS = {torch.uint8: 4, torch.int8: 8, torch.bfloat16: 16}
 """Bits of a weight, by the dtype of the tensor that has them."""
 _LEAST_BYTES = 1 << 20
-"""Of a weight whose tiles are measured."""
+"""Bytes of the smallest weight whose tiles are measured."""
 _MANY_BYTES = 3 << 27
-"""Of weights that are read one after another: more than a GPU's cache has, so that they come from memory."""
+"""Bytes of the weights that are read one after another: more than a GPU's cache has, so that they come from memory."""
 _ROUNDS = 4
 
 

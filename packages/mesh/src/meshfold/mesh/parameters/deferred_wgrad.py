@@ -12,6 +12,7 @@ are copied: the memory of both belongs to the compiled graph, which uses it agai
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cache
@@ -193,16 +194,16 @@ def gradient_scope() -> Iterator[None]:
 _together: list[list[Callable[[], None]]] = []  # not thread-local: autograd runs hooks on its own threads
 
 
-class GradientHook:
+class GradientHook(ABC):
     """Base of hooks for complete gradients that can multiply into a buffer of their own, with no gradient made first."""
 
+    @abstractmethod
     def __call__(self, parameter: Tensor) -> None:
         """Take the gradient in ``parameter.grad``."""
-        raise NotImplementedError
 
+    @abstractmethod
     def add_product(self, left: Tensor, right: Tensor) -> bool:
         """Take ``left @ right`` and return True; return False, with nothing changed, where a whole gradient must come."""
-        raise NotImplementedError
 
 
 def accumulate_grad(parameter: nn.Parameter, gradient: Tensor) -> None:

@@ -20,11 +20,8 @@ _LIBRARIES = frozenset(("torch", "meshfold", "transformers", "peft", "diffusers"
 @contextmanager
 def without_parameter_walks(model: nn.Module) -> Iterator[None]:
     """Context manager: a model's own code that goes through all its parameters, as for a penalty, raises a LayoutError."""
-    names = [name for name, module in model.named_modules() if isinstance(module, AbsentBlock)]
-    around = {name.rpartition(".")[0] for name in names}
-    around |= (
-        {"", *(name[:end] for name in around for end, letter in enumerate(name) if letter == ".")} if names else set()
-    )
+    absent = [name.split(".") for name, module in model.named_modules() if isinstance(module, AbsentBlock)]
+    around = {".".join(names[:end]) for names in absent for end in range(len(names))}  # all that contain one, "" too
     modules = [model.get_submodule(name) for name in around]
     try:
         for module in modules:

@@ -31,7 +31,7 @@ from meshfold.zero_gemini.runtime.graph_segments import Segments
 
 Work = Callable[[], None]
 Move = tuple[Work, Work]
-"""What makes a move now, and what makes it in a replay."""
+"""Two functions: one makes a move now, the other in a replay."""
 
 SENT_AT_A_TIME = 2
 """Gradients whose memory is kept while they are copied to the host. Compute waits for the oldest copy before another is sent."""
