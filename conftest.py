@@ -29,6 +29,9 @@ for name in [*os.environ]:
         del os.environ[name]
 # Before torch is imported anywhere: ranks share the machine, and threads of theirs would fight over its cores.
 os.environ["OMP_NUM_THREADS"] = "1"
+# Torch then asks the driver's library whether there is a GPU, and not CUDA: a process that has asked CUDA cannot fork ranks that
+# use it, and some optimizers of torch ask it in every step, for tensors on the CPU too.
+os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
 # Hugging Face libraries then fail at once where a test forgot to give a local path.
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TRANSFORMERS_OFFLINE"] = "1"
