@@ -326,6 +326,16 @@ def test_nothing_in_the_root_by_mistake() -> None:
     assert not gone, f"{gone}: not in the root any more, take it out of TOP_LEVEL of integration_tests/house.py"
 
 
+def test_no_merge_was_left_half_done() -> None:
+    """Both sides of a merge once stood in a page, between the marks that git wrote."""
+    paths = tracked()
+    if paths is None:
+        pytest.skip("not a git checkout: nothing says which files belong to the repository")
+    marks = re.compile(rb"^(<{7}|>{7}) ", re.MULTILINE)
+    found = [path for path in paths if (ROOT / path).is_file() and marks.search((ROOT / path).read_bytes())]
+    assert not found, f"{found}: choose one side between <<<<<<< and >>>>>>>"
+
+
 def test_the_rule_of_formatting_sees_comments_only() -> None:
     source = """x = 1  # fmt: skip
 #fmt:off
