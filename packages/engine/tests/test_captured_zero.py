@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from meshfold.engine import Engine
+from meshfold.engine.zero import captured_step
 from meshfold.engine.zero.captured_step import CaptureReport
 from meshfold.models import GPT, GPTConfig
 from meshfold.zero_gemini import ChunkPlacement
@@ -284,6 +285,19 @@ def test_steps_that_cannot_be_captured_run_eagerly(
                 report = report_of(engine)
                 assert report.replays == 0 and report.why_eager.startswith(why)
     assert results[0] == results[1]
+
+
+def test_a_search_for_draws_that_does_not_fit_leaves_steps_eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It runs without compiled code, which may take more memory than the step."""
+
+    def random_draws(model: nn.Module, run: Callable[[], object]) -> list[str]:
+        raise torch.OutOfMemoryError("160 MiB")
+
+    monkeypatch.setattr(captured_step, "random_draws", random_draws)
+    with recorded(monkeypatch), engine_of(gpt(), cuda_graph=True, recompute="blocks") as engine:
+        losses = train(engine, batches(4))[::2]
+        assert report_of(engine).captures == 0 and "does not fit into memory" in report_of(engine).why_eager
+    assert all(map(math.isfinite, losses))
 
 
 def test_a_step_without_a_plan_on_a_cpu_says_so() -> None:

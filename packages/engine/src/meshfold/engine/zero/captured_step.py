@@ -188,9 +188,7 @@ class CapturedZeroSteps:
             segments = segments_on(self._device)
             if segments is None:
                 why = "a CPU has no CUDA graphs"
-            elif draws := self._drawn(work, count):
-                why = f"{draws[0]} draws random numbers, and blocks that recompute could not draw them again"
-            else:
+            elif not (why := self._why_draws(work, count)):
                 self._capturing = _Step(CapturedMoves(segments))
         self._say(why)
         return not why
@@ -353,14 +351,22 @@ class CapturedZeroSteps:
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _drawn(self, work: Batch, count: Tensor) -> list[str]:
-        """Return the model's operators that draw random numbers, if blocks recompute: graphs cannot repeat a draw."""
+    def _why_draws(self, work: Batch, count: Tensor) -> str:
+        """Return why blocks cannot repeat their forwards in a graph, as a clause: a forward that draws random numbers."""
         if self._blocks is None:
-            return []
+            return ""
         if self._draws is None:
-            with masks_by_shape():
-                self._draws = random_draws(self._model, lambda: self._forward.loss(work, Counted(count)))
-        return self._draws
+            try:
+                with masks_by_shape():
+                    self._draws = random_draws(self._model, lambda: self._forward.loss(work, Counted(count)))
+            except torch.OutOfMemoryError:
+                self._failed[self._key] = (
+                    "the forward that looks for random numbers runs without compiled code and does not fit into memory"
+                )
+                return self._failed[self._key]
+        if not self._draws:
+            return ""
+        return f"{self._draws[0]} draws random numbers, and blocks that recompute could not draw them again"
 
     def _say(self, why: str) -> None:
         """Report why a micro-step runs eagerly; warn of what the user can change, once."""

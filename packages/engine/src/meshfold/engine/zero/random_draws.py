@@ -26,10 +26,12 @@ def random_draws(model: nn.Module, run: Callable[[], object]) -> list[str]:
     """
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     with torch.no_grad(), uncompiled():
-        with _Draws() as draws:
-            run()
-        for buffer, before in buffers:
-            buffer.copy_(before)
+        try:
+            with _Draws() as draws:
+                run()
+        finally:
+            for buffer, before in buffers:
+                buffer.copy_(before)
     return [*dict.fromkeys(draws.names)]
 
 

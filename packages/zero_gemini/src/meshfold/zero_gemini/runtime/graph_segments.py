@@ -10,7 +10,7 @@ import contextlib
 import gc
 import warnings
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -32,6 +32,9 @@ class Segments(Protocol):
         """Return a tensor at the same address that does not keep the memory: a later part of the step may use it too."""
 
 
+GAPS = 0.1
+"""Most that the first piece of a pool is larger than what a step allocates, as a share, where the process has memory left."""
+
 _broken: list[torch.cuda.CUDAGraph] = []
 """Graphs that were broken off: torch's allocator of host memory still refers to them."""
 
@@ -43,32 +46,43 @@ class CudaSegments:
     captured, on one stream. A captured segment has not run: it is launched at once, so that what comes after it sees its results.
     """
 
-    def __init__(self, device: torch.device, nbytes: int = 0) -> None:
-        """Free cached memory of a GPU for the pool.
-
-        Args:
-            device: the GPU.
-            nbytes: allocated by the step at its peak, if that is known. The pool takes it in one piece, as far as the process may:
-                torch does not let the pieces of such a pool grow, and pieces of different sizes would leave gaps.
+    def __init__(self, device: torch.device, peak: int = 0) -> None:
+        """Args:
+        device: the GPU.
+        peak: bytes that were allocated at the peak of such a step, if that is known; 0: it is not.
         """
-        self._device = device
+        self._device, self._peak = device, peak
         self._open: torch.cuda.CUDAGraph | None = None
-        torch.cuda.synchronize(device)
-        gc.collect()  # no tensor of an earlier step may be freed while a graph is captured
-        torch.cuda.empty_cache()
-        self._pool = torch.cuda.graph_pool_handle()
-        self._first: Callable[[], None] | None = None  # a graph for which the pool keeps that piece
-        if nbytes:
-            self.begin()
-            with contextlib.suppress(torch.OutOfMemoryError):
-                torch.empty(min(nbytes, _available_bytes(device)), dtype=torch.uint8, device=device)
-            self._first = self.end()
+        self._pool: Any = None  # made when the first segment begins
+        self._first: Callable[[], None] | None = None  # a graph for which the pool keeps its first piece
 
     def begin(self) -> None:
+        if self._pool is None:
+            self._take_pool()
         graph = torch.cuda.CUDAGraph()
         # Other threads step chunks and save checkpoints meanwhile.
         graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
         self._open = graph
+
+    def _take_pool(self) -> None:
+        """Free cached memory for the pool, which begins with all that the step needs in one piece, as far as the process may.
+
+        torch does not let the pieces of such a pool grow, and pieces of different sizes would leave gaps. Nothing else can use the
+        pool's memory, so it is taken when the first segment begins.
+        """
+        torch.cuda.synchronize(self._device)
+        gc.collect()  # no tensor of an earlier step may be freed while a graph is captured
+        torch.cuda.empty_cache()
+        self._pool = torch.cuda.graph_pool_handle()
+        more = self._peak - torch.cuda.memory_allocated(self._device)
+        if more <= 0:
+            return
+        room = _available_bytes(self._device)
+        gaps = int(max(0, min(GAPS * more, (room - more) / 2)))
+        self.begin()
+        with contextlib.suppress(torch.OutOfMemoryError):
+            _allocate(min(more + gaps, room), self._device)
+        self._first = self.end()
 
     def end(self) -> Callable[[], None]:
         graph, self._open = self._open, None
@@ -110,12 +124,15 @@ class CudaSegments:
 def segments_on(device: torch.device) -> Segments | None:
     """Return what captures segments on a device; None on a CPU, which has no graphs.
 
-    The pool of a GPU's graphs begins with what was allocated more at the last peak than now.
+    Call it after a step like the one that is captured, and before torch's peak of memory is reset: the pool has that size.
     """
     if device.type != "cuda":
         return None
-    more = torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device)
-    return CudaSegments(device, max(0, int(1.02 * more)))
+    return CudaSegments(device, torch.cuda.max_memory_allocated(device))
+
+
+def _allocate(nbytes: int, device: torch.device) -> Tensor:
+    return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
 
 def _available_bytes(device: torch.device) -> int:
