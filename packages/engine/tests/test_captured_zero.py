@@ -287,6 +287,17 @@ def test_steps_that_cannot_be_captured_run_eagerly(
     assert results[0] == results[1]
 
 
+def test_eager_and_captured_backwards_run_in_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What libraries keep for each thread is there when a graph is captured."""
+    alone = []
+    with recorded(monkeypatch), engine_of(gpt(), cuda_graph=True) as engine:
+        weight = next(engine.model.parameters())
+        weight.register_hook(lambda gradient: alone.append(not torch._C._is_multithreading_enabled()))
+        train(engine, batches(3))
+        assert report_of(engine).replays == 1
+    assert alone == [True, True]  # hooks do not run in the replay
+
+
 def test_a_search_for_draws_that_does_not_fit_leaves_steps_eager(monkeypatch: pytest.MonkeyPatch) -> None:
     """It runs without compiled code, which may take more memory than the step."""
 

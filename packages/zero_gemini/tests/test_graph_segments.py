@@ -36,6 +36,7 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     for name, value in (
         ("synchronize", None),
         ("empty_cache", None),
+        ("reset_peak_memory_stats", None),
         ("graph_pool_handle", (0, 7)),
         ("memory_allocated", RESIDENT),
         ("memory_reserved", RESIDENT),

@@ -170,7 +170,8 @@ class CapturedZeroSteps:
     @contextmanager
     def _warming_up(self) -> Iterator[None]:
         """Context manager of a micro-step that runs eagerly."""
-        with masks_by_shape():
+        # cuDNN's plans are made for each thread, and none can be made while a graph is captured: see _captures.
+        with masks_by_shape(), torch.autograd.set_multithreading_enabled(False):
             yield
         self._warm += 1
 
@@ -265,7 +266,7 @@ class CapturedZeroSteps:
             if gc.isenabled():  # what it frees may make calls that no graph can contain
                 gc.disable()
                 inside.callback(gc.enable)
-            # A graph is begun and ended by one thread, and hooks of a backward do both.
+            # A graph is begun and ended by one thread, and hooks of a backward do both. The eager steps before run in it too.
             inside.enter_context(torch.autograd.set_multithreading_enabled(False))
             if self._blocks is not None:
                 inside.enter_context(self._blocks.without_random_numbers())

@@ -83,6 +83,7 @@ class CudaSegments:
         with contextlib.suppress(torch.OutOfMemoryError):
             _allocate(min(more + gaps, room), self._device)
         self._first = self.end()
+        torch.cuda.reset_peak_memory_stats(self._device)  # the piece is no peak of a step
 
     def end(self) -> Callable[[], None]:
         graph, self._open = self._open, None
