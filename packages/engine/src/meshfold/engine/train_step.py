@@ -20,7 +20,7 @@ from meshfold.engine.model.pipelined_model import PipelinedModel
 from meshfold.engine.precision import LossScaler
 from meshfold.engine.states.accumulation import Accumulation
 from meshfold.engine.step_metrics import StepMetrics, StepValues
-from meshfold.mesh import all_reduce
+from meshfold.mesh import all_reduce, collector_paused
 from meshfold.mesh.recording import at_step
 
 if TYPE_CHECKING:
@@ -74,8 +74,7 @@ class TrainStep:
         self._weight: float | None = None  # of a micro-step's loss in its optimizer step; None: 1 / accumulation
 
         self.steps = self.micro_step = self.skipped_steps = 0
-        # Results of the last optimizer step.
-        self._norm: Tensor | None = None
+        self._norm: Tensor | None = None  # of the last optimizer step, as the next three
         optimizer = built.states.optimizer
         self._lr = 0.0 if optimizer is None else float(optimizer.param_groups[0]["lr"])
         self._skipped = False
@@ -83,6 +82,7 @@ class TrainStep:
 
     # -- a micro-step -----------------------------------------------------------------------------------------------
 
+    @collector_paused()
     def run(self, batch: Any, *, steps: bool = True) -> None:
         """Run a micro-step on this data coordinate's batch; the last one of an accumulation steps the optimizer.
 
@@ -110,13 +110,9 @@ class TrainStep:
     def prepare(self, batch: Any) -> tuple[Batch, Shares]:
         """Put the model in training mode, and return a batch on the device with its part of the global batch."""
         work = self.forward.prepare(batch)
-        self._put_in_training_mode()
-        return work, self.forward.shares(work)
-
-    def _put_in_training_mode(self) -> None:
-        """Call ``model.train()`` if the model is in eval mode; submodules that the user put in eval mode stay in it."""
-        if not self._model.training:
+        if not self._model.training:  # submodules that the user put in eval mode stay in it
             self._model.train()
+        return work, self.forward.shares(work)
 
     def loss_and_gradients(self, work: Batch, shares: Shares, backward: Callable[[Tensor], None]) -> Tensor:
         """Run forward and backward of a whole batch, and return this rank's share of the global loss.
@@ -227,10 +223,12 @@ class TrainStep:
 
     # -- the parts of a micro-step, for the user's own training loop --------------------------------------------------
 
+    @collector_paused()
     def output(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the model's output on this rank's inputs, in training mode."""
         work = self.forward.inputs(args, kwargs)
-        self._put_in_training_mode()
+        if not self._model.training:  # submodules that the user put in eval mode stay in it
+            self._model.train()
         if torch.is_grad_enabled():
             self.gradients.begin()
         with self.random(self.forward.shares(work)):
@@ -238,6 +236,7 @@ class TrainStep:
         self.micro_step += 1
         return output
 
+    @collector_paused()
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
         """Add the gradient of a loss, which is a mean over this rank's own batch.
 
@@ -250,6 +249,7 @@ class TrainStep:
 
     # -- the optimizer's step ---------------------------------------------------------------------------------------
 
+    @collector_paused()
     def finish(self) -> bool:
         """End an accumulation: unscale, clip, step optimizer and scheduler, and release the gradients.
 

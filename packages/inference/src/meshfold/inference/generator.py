@@ -15,7 +15,7 @@ from meshfold.inference.pages import Pages
 from meshfold.inference.sampling import Sampling, request_seed
 from meshfold.inference.schedule import Part, Request, Scheduler, ids_of
 from meshfold.kernels import CACHE_FORMS
-from meshfold.mesh import MeshfoldError, SpecError, did_you_mean
+from meshfold.mesh import MeshfoldError, SpecError, collector_paused, did_you_mean
 from meshfold.mesh.spec import argument_checks as settings
 from meshfold.tensor_parallel.convert import attention_part
 
@@ -271,6 +271,7 @@ class Generator:
         self.version += 1
         self.scheduler.forget()
 
+    @collector_paused()
     def _step(self) -> list[Piece]:
         step = self.scheduler.plan()
         if not step.spans:

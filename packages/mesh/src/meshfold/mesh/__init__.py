@@ -24,6 +24,7 @@ from meshfold.mesh.errors import (
     TokenError,
     did_you_mean,
 )
+from meshfold.mesh.garbage import collector_paused
 from meshfold.mesh.group import Group
 from meshfold.mesh.initialization.api import (
     build_on_meta,
@@ -80,6 +81,7 @@ __all__ = [
     "checkpoint_contexts",
     "clip_gradient_values",
     "clip_gradients",
+    "collector_paused",
     "current_dropout_stream",
     "did_you_mean",
     "dropout_stream",

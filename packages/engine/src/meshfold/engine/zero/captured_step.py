@@ -26,6 +26,7 @@ from meshfold.engine.captured_step import Counted, Inputs, form_of
 from meshfold.engine.errors import TrainingError
 from meshfold.engine.model.mask_choice import masks_by_shape
 from meshfold.engine.zero.random_draws import random_draws
+from meshfold.mesh import collector_paused
 from meshfold.zero_gemini import BackwardRole, CapturedMoves, segments_on
 
 if TYPE_CHECKING:
@@ -263,9 +264,7 @@ class CapturedZeroSteps:
     def _captures(self, step: _Step) -> Iterator[None]:
         with ExitStack() as inside:
             inside.enter_context(masks_by_shape())
-            if gc.isenabled():  # what it frees may make calls that no graph can contain
-                gc.disable()
-                inside.callback(gc.enable)
+            inside.enter_context(collector_paused())  # what it frees may make calls that no graph can contain
             # A graph is begun and ended by one thread, and hooks of a backward do both. The eager steps before run in it too.
             inside.enter_context(torch.autograd.set_multithreading_enabled(False))
             if self._blocks is not None:

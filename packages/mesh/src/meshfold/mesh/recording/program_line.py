@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import sys
 import threading
@@ -11,6 +10,8 @@ from collections.abc import Callable, Iterable
 from functools import cache
 from operator import attrgetter, itemgetter
 from types import FrameType
+
+from meshfold.mesh.garbage import collector_paused
 
 _PYTHON = os.path.dirname(os.__file__) + os.sep
 _MOST = 100  # frames to read
@@ -41,9 +42,7 @@ def raised_at(error: BaseException) -> str:
 
 def _stack(thread: int) -> list[Location]:
     """Return a thread's innermost 100 locations, innermost first; none for a thread without Python frames."""
-    collects = gc.isenabled()
-    gc.disable()  # finalizers run Python code, which may switch threads
-    try:
+    with collector_paused():  # finalizers run Python code, which may switch threads
         low, high = 0, _MOST + 1  # bounds of the stack's depth
         read: tuple[object, ...] = ()
         depth = _MOST
@@ -56,9 +55,6 @@ def _stack(thread: int) -> list[Location]:
             except KeyError:
                 return []
             depth = (low + high) // 2
-    finally:
-        if collects:
-            gc.enable()
     return [
         (code.co_filename, "?" if line is None else line, code.co_name)  # type: ignore[attr-defined, misc]
         for code, line in zip(read[::2], read[1::2], strict=True)
