@@ -79,6 +79,41 @@ class Plain(nn.Module):
         }
 
 
+class Joined(nn.Module):
+    """As a single-stream block of Flux: joins its two inputs, and returns slices of the result."""
+
+    def __init__(self, writes: bool) -> None:
+        super().__init__()
+        self.norm, self.up, self.down, self.writes = nn.LayerNorm(32), nn.Linear(32, 64), nn.Linear(64, 32), writes
+
+    def forward(self, x: Tensor, *, text: Tensor) -> tuple[Tensor, Tensor]:
+        if self.writes:
+            x.mul_(0.5)
+        both = torch.cat([text, x], 1)
+        both = both + self.down(F.gelu(self.up(self.norm(both))))
+        return both[:, text.shape[1] :], both[:, : text.shape[1]]
+
+
+class TwoStreams(nn.Module):
+    """Blocks of which the first gets whole tensors and the others slices."""
+
+    def __init__(self, writes: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.wte, self.lm_head = nn.Embedding(WORDS, 32), nn.Linear(32, WORDS, bias=False)
+        self.blocks = nn.ModuleList(Joined(writes) for _ in range(4))
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Any:
+        x, text = self.wte(input_ids) * 2.0, self.wte(input_ids[:, :3]) * 3.0
+        read = torch.zeros(())
+        for block in self.blocks:
+            given = x
+            x, text = block(x, text=text)
+            read = read + given.square().mean()  # a block that writes into its input has changed it
+        logits = self.lm_head(x)
+        return {"loss": F.cross_entropy(logits.flatten(0, 1), labels.flatten()) + read, "logits": logits}
+
+
 class NoBlocks(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -186,6 +221,26 @@ QUICK = [("plain", "alone"), ("gpt", "tensor")]
 def test_compiled_blocks_train_as_eager_ones(model: str, spec: str) -> None:
     size, parallel, settings = SPECS[spec]
     run_on_ranks(size, compare, model, parallel, settings)
+
+
+@pytest.mark.parametrize("writes", [False, True])
+@ranks(1)
+def test_slices_share_the_code_of_whole_inputs(writes: bool) -> None:
+    """One graph for all blocks; what a block writes into its input is in the slice too."""
+
+    def steps(compile: object) -> tuple[list[float], dict[str, Tensor]]:
+        given = dict(optimizer=dict(name="adamw", lr=1e-2), precision="fp64", clip_grad_norm=0.5)
+        with Engine(TwoStreams(writes), {}, compile=compile, **given) as engine:
+            return [engine.train_step(batch(step)) for step in range(2)], engine.full_state_dict()
+
+    torch.compiler.reset()
+    GRAPHS.clear()
+    wanted, weights = steps(False)
+    found, ours = steps(dict(backend=counting))
+    assert found == pytest.approx(wanted, rel=1e-12)
+    for name, weight in weights.items():
+        torch.testing.assert_close(ours[name], weight, rtol=1e-10, atol=1e-12)
+    assert len(GRAPHS) == 1
 
 
 class Narrow(nn.Module):

@@ -3,7 +3,8 @@
 A block's forward is compiled, not its call. Hooks stay outside of the graph: parameters are gathered, traced and released
 around it, and names and state dicts are as before. Blocks of one class and with parameters of the same shapes, in one list, share
 their compiled code. Other blocks of that class have code of their own: otherwise torch.compile takes the sizes that differ
-between them for sizes that change from step to step, and gives up after some of them.
+between them for sizes that change from step to step, and gives up after some of them. An input with gaps, as a slice of a joined
+sequence has them, is copied for the same reason: Flux's first block of a kind gets whole tensors, the others slices.
 """
 
 from __future__ import annotations
@@ -11,12 +12,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cache, update_wrapper
+from functools import cache, update_wrapper, wraps
 from types import CodeType, FunctionType, MethodType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from meshfold.engine.model.recompute import find_blocks, parameter_shapes
 from meshfold.kernels.fuse import is_compiled
@@ -170,12 +171,14 @@ class CompiledBlocks:
             kind = alike.setdefault((type(block), name.rpartition(".")[0], parameter_shapes(block)), len(alike))
             if kind and isinstance(found, MethodType):
                 found = _with_own_code(found, kind)
-            compiled = torch.compile(
-                found,
-                backend=settings.backend,
-                mode=settings.mode,
-                dynamic=settings.dynamic,
-                options=None if settings.options is None else {**settings.options},
+            compiled = _without_gaps(
+                torch.compile(
+                    found,
+                    backend=settings.backend,
+                    mode=settings.mode,
+                    dynamic=settings.dynamic,
+                    options=None if settings.options is None else {**settings.options},
+                )
             )
             self._before.append((block, block.__dict__.get("forward"), compiled))
             block.forward = compiled
@@ -201,6 +204,38 @@ class CompiledBlocks:
             else:
                 block.forward = before
         self._before.clear()
+
+
+def _without_gaps(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a compiled forward whose inputs that need gradients are copied if they have gaps, for all blocks to share its code."""
+
+    @wraps(compiled)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        copies: list[tuple[Tensor, Tensor, int]] = []
+
+        def dense(x: Any) -> Any:
+            if not (isinstance(x, Tensor) and x.requires_grad and _has_gaps(x)):
+                return x
+            copy = x.contiguous()
+            copies.append((x, copy, copy._version))
+            return copy
+
+        out = compiled(*map(dense, args), **{name: dense(x) for name, x in kwargs.items()})
+        for x, copy, version in copies:
+            if copy._version != version:  # the block writes into its input
+                x.copy_(copy)
+        return out
+
+    return forward
+
+
+def _has_gaps(x: Tensor) -> bool:
+    """Return True for a tensor whose elements do not lie close together, unless some of them share their memory."""
+    if x.layout is not torch.strided or x.is_contiguous():
+        return False
+    strides = [stride for size, stride in zip(x.shape, x.stride(), strict=True) if size > 1]
+    last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    return 0 not in strides and last + 1 > x.numel() > 0
 
 
 def _with_own_code(method: MethodType, number: int) -> Callable[..., Any]:
