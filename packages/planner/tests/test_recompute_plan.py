@@ -258,11 +258,13 @@ def planned(recompute: str | None, model: Any = gpt, parallel: dict[str, Any] | 
 
 @pytest.mark.slow
 def test_kept_as_planned_is_kept_as_never_recomputed() -> None:
-    """With room for all, what is recomputed first and kept by the plan is, to a byte, what was never recomputed."""
+    """With room for all, the plan that keeps all blocks takes what is never recomputed, to the smallest piece of memory."""
     without, blocks, auto = planned(None), planned("blocks"), planned("auto")
     assert without.plan is not None and blocks.plan is not None and auto.plan is not None
     assert sum(layer.kept for layer in auto.plan.layers) == LAYERS and not without.plan.layers
-    assert auto.plan.peak_gpu_bytes == without.plan.peak_gpu_bytes > blocks.plan.peak_gpu_bytes
+    assert without.plan.peak_gpu_bytes > blocks.plan.peak_gpu_bytes
+    for found, expected in zip(auto.plan.gpu_bytes, without.plan.gpu_bytes, strict=True):
+        assert abs(found - expected) <= 512  # a number that the backward of a block holds
     assert auto.plan.seconds == pytest.approx(without.plan.seconds, rel=0.01)
     assert blocks.plan.seconds > 1.1 * auto.plan.seconds
     assert auto.flops == without.flops < blocks.flops

@@ -168,6 +168,25 @@ def test_layers_are_recomputed_or_kept() -> None:
     assert on_device(found, EMULATED).layers == roomy.layers
 
 
+def test_a_kept_layer_counts_its_temporary_tensors_once() -> None:
+    """Its forward without keeping peaks at 100 bytes; it begins at 40, leaves 50, and keeps 60 of which 30 are in that peak."""
+    one = replace(layer("a", 60, 0.5, 0, 4), entered_bytes=40, forward_bytes=70)
+    seen = trace("a", "b", "c")
+    first = replace(seen.timesteps[0], non_model_bytes=100, left_bytes=50)
+    seen = replace(seen, timesteps=(first, *seen.timesteps[1:]))
+
+    def added(*layers: TracedLayer) -> list[float]:
+        found = work(replace(seen, layers=layers), use("x", a=7), use("y", b=7), use("z", c=7))
+        return [float(each) for each in layer_bytes(found)[:, 1, 0]]
+
+    assert added(one) == [50 + 60 + 10 - 100]  # what is left, what is kept, and an output beside what it was made of
+    assert added(replace(one, forward_bytes=95)) == [40 + 95 - 100]
+    assert added(replace(one, forward_bytes=30, entered_bytes=50)) == [50 + 60 - 100]
+    assert added(replace(one, forward_bytes=None)) == [60]  # traced before that was measured
+    assert added(replace(one, forward_bytes=300)) == [60]
+    assert added(one, replace(one, name="b")) == [60, 60]  # one runs beside what the other keeps
+
+
 def test_on_the_device_as_many_are_kept_as_fit() -> None:
     layers = tuple(layer(unit, 60, 0.5, i, 4 - i) for i, unit in enumerate("abc"))
     found = work(replace(trace("a", "b", "c"), layers=layers), use("x", a=7, b=7, c=7))

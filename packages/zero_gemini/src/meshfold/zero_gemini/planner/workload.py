@@ -84,6 +84,8 @@ class Layer:
     """the timestep of its forward."""
     last: int
     """the last timestep before its backward: recomputed activations are in the non-model memory from there on."""
+    first_bytes: int | None = None
+    """bytes that keeping adds at ``first``, to the most alive at once there; None: ``kept_bytes``."""
     own_bytes: int = 0
     """bytes that keeping adds at the timestep after that, on top of the bytes alive there before anything is recomputed."""
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,25 +20,36 @@ from meshfold.zero_gemini.profiler.clocks import Clock
 from meshfold.zero_gemini.profiler.trace import TracedLayer
 
 
+class Alive(NamedTuple):
+    """Bytes that are alive at a point of a timestep."""
+
+    most: int
+    """at once, in the timestep so far"""
+    since: int
+    """at once, since the look before"""
+    now: int
+
+
 class LayerWatch:
     """Recorder of recomputed layers while one micro-step is traced."""
 
     def __init__(
-        self, *, clock: Clock, place: Callable[[], int], most: Callable[[], int], round_bytes: int = 1
+        self, *, clock: Clock, place: Callable[[], int], look: Callable[[], Alive], round_bytes: int = 1
     ) -> None:
         """Args:
         clock: of the trace.
         place: returns the current timestep.
-        most: returns the peak bytes alive in it so far.
+        look: returns the bytes alive in it.
         round_bytes: each storage counts in multiples of this.
         """
-        self._clock, self._place, self._most, self._round = clock, place, most, round_bytes
+        self._clock, self._place, self._look, self._round = clock, place, look, round_bytes
         self._seen: dict[str, _Seen] = {}
 
     @contextmanager
     def forward(self, name: str) -> Iterator[None]:
         """Context manager around the first forward of a layer; the first of several calls starts keeping."""
-        self._seen.setdefault(name, _Seen(first=self._place()))
+        if name not in self._seen:
+            self._seen[name] = _Seen(first=self._place(), entered=self._look().now)
         yield
 
     @contextmanager
@@ -50,8 +61,9 @@ class LayerWatch:
             module: its parameters and buffers do not count.
             given: its arguments, which do not count either.
         """
-        seen = self._seen.setdefault(name, _Seen(first=self._place()))
-        seen.again, seen.before = self._place(), self._most()
+        alive = self._look()
+        seen = self._seen.setdefault(name, _Seen(first=self._place(), entered=alive.now))
+        seen.again, seen.before = self._place(), alive.most
         inputs = {_key(leaf) for leaf in tree_iter(given) if isinstance(leaf, Tensor)}
         known: set[int] = set()
 
@@ -68,6 +80,7 @@ class LayerWatch:
                 yield
         finally:
             seen.marks.append((begin, self._clock.mark()))
+            seen.most = max(seen.most, self._look().since - alive.now)
 
     def layers(self) -> tuple[TracedLayer, ...]:
         """Return the traced layers in order of first use. A layer that no backward reached has nothing to keep."""
@@ -79,6 +92,8 @@ class LayerWatch:
                 first=seen.first,
                 last=max(seen.first, seen.again - 1),
                 before_bytes=seen.before,
+                entered_bytes=seen.entered,
+                forward_bytes=max(seen.most, seen.bytes),
             )
             for name, seen in self._seen.items()
             if seen.marks
@@ -88,6 +103,8 @@ class LayerWatch:
 @dataclass(kw_only=True, slots=True)
 class _Seen:
     first: int
+    entered: int  # bytes alive before its forward
+    most: int = 0  # bytes alive at once that a recomputation added
     again: int = 0  # the timestep of its recomputation; the last if called several times
     before: int = 0
     bytes: int = 0

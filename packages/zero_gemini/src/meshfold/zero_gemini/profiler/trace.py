@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -49,6 +49,10 @@ class TracedLayer:
     """the last before the one in which it was recomputed"""
     before_bytes: int
     """the most alive at once in that one, before it was"""
+    entered_bytes: int = 0
+    """alive when its forward began"""
+    forward_bytes: int | None = None
+    """the most alive at once that a forward adds whose activations are kept; None: not measured"""
 
 
 @with_old_names({"moments": "timesteps", "forward_moments": "forward_timesteps"}, arguments={"moments": "timesteps"})
@@ -124,6 +128,14 @@ def worst_trace(traces: Sequence[Trace], *, seconds: Callable[[list[float]], flo
                     first=min(x.first for x in found),
                     last=max(x.last for x in found),
                     before_bytes=max(x.before_bytes for x in found),
+                    entered_bytes=max(x.entered_bytes for x in found),
+                    forward_bytes=_most(x.forward_bytes for x in found),
                 )
             )
     return Trace(timesteps=tuple(timesteps), layers=tuple(layers))
+
+
+def _most(found: Iterable[int | None]) -> int | None:
+    """Return the largest; None if one is not known."""
+    known = [*found]
+    return None if None in known else max(each for each in known if each is not None)

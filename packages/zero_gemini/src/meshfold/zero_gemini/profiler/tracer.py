@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from meshfold.mesh import SpecError
 from meshfold.zero_gemini.profiler.clocks import Clock
-from meshfold.zero_gemini.profiler.layers import LayerWatch
+from meshfold.zero_gemini.profiler.layers import Alive, LayerWatch
 from meshfold.zero_gemini.profiler.live import MemoryProbe
 from meshfold.zero_gemini.profiler.trace import Trace, TracedTimestep
 from meshfold.zero_gemini.runtime.gradient_arrival import watch_inputs, watch_output
@@ -56,7 +56,7 @@ class StepTracer:
         self._arriving = False  # between reaching a unit and entering it
         self._stack = ExitStack()
         self.layers = LayerWatch(
-            clock=clock, place=self._steps.place, most=self._steps.most_so_far, round_bytes=memory.round_bytes
+            clock=clock, place=self._steps.place, look=self._steps.look, round_bytes=memory.round_bytes
         )
 
     def __enter__(self) -> StepTracer:
@@ -251,10 +251,11 @@ class _Timesteps:
         """Return the number of the current timestep."""
         return max(0, len(self.seen) - 1)
 
-    def most_so_far(self) -> int:
-        """Return the peak bytes of the current timestep."""
-        self._most = max(self._most, self._memory.take()[0])
-        return self._most
+    def look(self) -> Alive:
+        """Return the bytes that are alive in the current timestep."""
+        peak, now = self._memory.take()
+        self._most = max(self._most, peak)
+        return Alive(most=self._most, since=peak, now=now)
 
     def end(self) -> None:
         """End the current timestep, or the time before the first."""
