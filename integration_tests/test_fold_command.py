@@ -17,7 +17,7 @@ from esm_models import esmfold, esmfold2, esmfold_inputs  # type: ignore[import-
 
 from meshfold.cli import main
 from meshfold.engine import Engine
-from meshfold.folding import adopt_models
+from meshfold.folding import MemoryPlanError, adopt_models
 from meshfold.huggingface import open_folding
 from meshfold.mesh import Mesh, ParallelSpec, SpecError
 from meshfold.mesh.testing import run_on_ranks
@@ -155,6 +155,22 @@ def test_a_trunk_keeps_to_its_memory(folder: Path, tmp_path: Path, capsys: pytes
     said = capsys.readouterr().err
     assert "the protein does not fit into the 150.00 KiB of --memory, and nothing was folded: use more --ranks" in said
     assert "sequence: 14 residues need " in said
+
+
+def test_what_follows_a_trunk_is_planned(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The structure module and the confidences: of this rank's rows of pairs, some at a time."""
+    model = open_folding(folder).load(Mesh({"axial": 1}, rank=0))
+    one, four = (open_folding(folder).load(Mesh({"axial": ranks}, rank=0)).pairs_after(4096) for ranks in (1, 4))
+    assert 4096**2 * 8 * 4 < one < 4096**2 * 8 * 4 * 2 and four < one / 2
+    plan = model.plan_memory(["MKTAYIAKQR"], 1 << 30)
+    assert plan.after_bytes == model.pairs_after(10) > 10 * 10 * 8 * 4
+    assert plan.bytes == max(plan.after_bytes, plan.count.peak) + plan.weights + plan.other_bytes
+    monkeypatch.setattr(type(model), "pairs_after", lambda self, tokens: 2 << 30)
+    with pytest.raises(
+        MemoryPlanError, match=r"the confidences after the trunk need 2\.00 GiB\. Give about \d+ residues"
+    ) as refused:
+        model.plan_memory(["MKTAYIAKQR"], 1 << 30)
+    assert refused.value.least > 2 << 30 and refused.value.residues < 10
 
 
 def test_esmfold_2_folds_a_complex(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

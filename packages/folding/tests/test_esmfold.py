@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -12,13 +13,19 @@ from torch import nn
 from meshfold.folding import (
     EsmFoldTrunk,
     MemorySettings,
+    PairRows,
     adopt_models,
     folding_cost,
     parallelize_folding,
     plan_memory,
+    structure_bytes,
+    structure_rows,
     sum_gradients,
 )
+from meshfold.folding.axial.axes import WHOLE
+from meshfold.folding.structure_rows import attend_points
 from meshfold.mesh import LayoutError, Mesh, record
+from meshfold.mesh.model_io import LiveBytes
 from meshfold.mesh.testing import fake_world, ranks
 
 
@@ -90,6 +97,62 @@ def test_dap_3_with_residues_that_do_not_divide() -> None:
 @ranks(4)
 def test_grid_2x2_with_dropout() -> None:
     check_esmfold("grid", {"row": 2, "col": 2}, dropout=0.2)
+
+
+def check_rows(mode: str, axes: dict[str, int]) -> None:
+    """The structure of pairs that stay split is transformers' own; the bytes sent are those of the plan."""
+    theirs = esmfold().eval()
+    ours: Any = copy.deepcopy(theirs)
+    mesh = Mesh(axes)
+    parallelize_folding(ours, mesh, mode)
+    ours.trunk.keeps_rows = True
+    generator = torch.Generator().manual_seed(3)
+    single = torch.randn(2, 7, 16, generator=generator, dtype=torch.float64)
+    types = torch.randint(0, 20, (2, 7), generator=generator)
+    mask = torch.ones_like(types)
+    mask[1, 5:] = 0
+    given = types, torch.arange(7).expand(2, 7), mask
+    with torch.no_grad():
+        wanted = theirs.trunk(single, single.new_zeros(2, 7, 7, 8), *given, no_recycles=1)
+        with record() as log:
+            found = ours.trunk(single, single.new_zeros(()).expand(2, 7, 7, 8), *given, no_recycles=1)
+    rows = found["s_z"]
+    assert rows.pairs.shape == (2, rows.axes.padded(7) // mesh.size(*rows.axes.rows), 7, 8)
+    found["s_z"] = rows.axes.join(rows.pairs, (1, rows.axes.rows, 7))
+    for name in ("s_s", "s_z", "states", "positions", "frames"):
+        torch.testing.assert_close(found[name], wanted[name], rtol=1e-9, atol=1e-9)
+    planned = folding_cost(ours, residues=7, batch=2, recycles=1, itemsize=8)
+    assert log.bytes == sum(entry.bytes for entry in planned.entries if entry.phase == "forward")
+
+
+@ranks(3)
+def test_structures_of_pairs_that_stay_split() -> None:
+    check_rows("dap", {"axial": 3})
+
+
+@pytest.mark.slow
+@ranks(4)
+def test_structures_of_pairs_that_stay_split_in_a_grid() -> None:
+    check_rows("grid", {"row": 2, "col": 2})
+    check_rows("grid", {"row": 1, "col": 4})
+
+
+def test_memory_of_point_attention_is_that_of_some_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is made of all pairs at once, and what is alive is what was planned."""
+    from transformers.models.esm.openfold_utils.rigid_utils import Rigid
+
+    monkeypatch.setattr(structure_rows, "LEAST_PART", 1)
+    ipa: Any = esmfold().float().trunk.structure_module.ipa
+    length = 192
+    rows = PairRows(torch.randn(1, length, length, 8), WHOLE)
+    single, mask = torch.randn(1, length, 8), torch.ones(1, length)
+    frames = Rigid.identity((1, length), torch.float32, torch.device("cpu"), False, fmt="quat")
+    with torch.no_grad(), LiveBytes() as live:
+        attend_points(ipa, single, rows, lambda first, size: rows.pairs[:, first : first + size] + 1.0, frames, mask)
+        most = live.take()[0]
+    own = rows.pairs.numel() * 4
+    assert most < own / 2
+    assert 0.5 * most < structure_bytes(ipa, rows.pairs) - own < 1.5 * most
 
 
 @pytest.mark.slow

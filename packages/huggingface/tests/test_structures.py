@@ -10,8 +10,8 @@ from transformers.models.esm.openfold_utils import compute_predicted_aligned_err
 from transformers.models.esmfold2.protein_utils import prepare_protein_features
 
 from meshfold.huggingface import Atom, Structure
+from meshfold.huggingface.confidence import aligned_confidence
 from meshfold.huggingface.folding_inputs import GAP, LINKER, complex_features, join_chains
-from meshfold.huggingface.folding_models import aligned_confidence
 from meshfold.mesh import MeshfoldError
 
 

@@ -32,6 +32,7 @@ from meshfold.folding.planning import (
 from meshfold.folding.presets import PAIRS_OF_ESMFOLD2, PRESETS, FoldingOutline, find_outline, recycled_bytes
 from meshfold.folding.primitives import Attention, GlobalAttention, LayerNorm, Linear
 from meshfold.folding.stack import Stack
+from meshfold.folding.structure_rows import PairRows, rows_bytes, structure_bytes
 from meshfold.folding.template import TemplatePairStack, TemplatePairStackBlock
 from meshfold.folding.traffic import folding_cost
 from meshfold.folding.transitions import SwiGLUTransition, Transition
@@ -70,6 +71,7 @@ __all__ = [
     "OuterProductMean",
     "PairFormerBlock",
     "PairFormerStack",
+    "PairRows",
     "PairStack",
     "SharedDropout",
     "Sizes",
@@ -97,6 +99,8 @@ __all__ = [
     "parallelize_folding",
     "plan_memory",
     "recycled_bytes",
+    "rows_bytes",
     "split_parameters",
+    "structure_bytes",
     "sum_gradients",
 ]

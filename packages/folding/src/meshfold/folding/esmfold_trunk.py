@@ -14,12 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from meshfold.folding.axial.axes import WHOLE, Axes
-from meshfold.folding.axial.sizes import Sizes
+from meshfold.folding.axial.sizes import Sizes, join_cost
 from meshfold.folding.dropout import name_dropouts
 from meshfold.folding.esmfold import EsmFoldBlock, EsmFoldStack, split_and_join_cost
 from meshfold.folding.memory import Parts, run_parts
 from meshfold.folding.primitives import LayerNorm
 from meshfold.folding.stack import Chooser
+from meshfold.folding.structure_rows import PairRows, output_channels, run_structure_module
 from meshfold.tensor_parallel import CostEntry
 
 
@@ -58,9 +59,12 @@ class RelativePosition(nn.Module):
 class EsmFoldTrunk(nn.Module):
     """The trunk of ESMFold: blocks, recycling and the structure module, on whole tensors, which every rank has.
 
-    Pair tensors are split while blocks run, from one recycle to the next. The structure module sees whole tensors, on every rank.
+    Pair tensors are split while blocks run, from one recycle to the next. The structure module sees whole tensors, on every rank,
+    unless ``keeps_rows``.
 
     Attributes:
+        keeps_rows: without gradients, the structure module sees the rows of pairs that each rank has, and ``s_z`` of the result is
+            a :class:`.PairRows`: no rank ever has whole pairs.
         chooser: returns chunks and recomputation for the sizes of a batch, as of a :class:`.Stack`; None: those of ``axes``.
         on_recycle: called before each pass with its number, from 0, and how many there are.
     """
@@ -96,6 +100,7 @@ class EsmFoldTrunk(nn.Module):
         self.structure_module = structure_module
         self.trunk2sm_s = trunk2sm_s
         self.trunk2sm_z = trunk2sm_z
+        self.keeps_rows = False
         self.chooser: Chooser | None = None
         self._planned: list[EsmFoldStack] = []  # a list, so that it is no child
         self.on_recycle: Callable[[int, int], None] | None = None
@@ -118,7 +123,17 @@ class EsmFoldTrunk(nn.Module):
 
     def own_traffic(self, sizes: Sizes) -> list[CostEntry]:
         """Return the collectives of splitting, once, and of joining, in each pass."""
-        return split_and_join_cost(self.axes, sizes, self.c_s, self.c_z)
+        if not self.keeps_rows:
+            return split_and_join_cost(self.axes, sizes, self.c_s, self.c_z)
+        axes, r = self.axes, sizes.residues
+        module: Any = self.structure_module
+        found = join_cost(axes, "s", sizes.single(axes, self.c_s), (axes.all, r))
+        found += join_cost(axes, "z", sizes.pair(axes, self.c_z), (axes.columns, r))
+        lines = sizes.batch * axes.padded(r) // axes.mesh.size(*axes.rows)
+        for _ in range(module.config.num_blocks):
+            wide = max(sizes.itemsize, 4) * output_channels(module.ipa)
+            found += join_cost(axes, "points", lines * wide, (axes.rows, r))
+        return found
 
     def forward(
         self,
@@ -152,7 +167,7 @@ class EsmFoldTrunk(nn.Module):
         pair_mask = mask.unsqueeze(2) * mask.unsqueeze(1)
         self._choose_memory(pair_feats)
         s_0 = axes.split(seq_feats, (1, axes.all))
-        z_0 = axes.split(pair_feats, (1, axes.rows), (2, axes.columns))
+        z_0 = self._split_pairs(pair_feats)
         s, z = torch.zeros_like(s_0), torch.zeros_like(z_0)
         bins = torch.zeros(z_0.shape[:-1], device=z_0.device, dtype=torch.int64)
         positions = self.pairwise_positional_embedding.rows_of(residx, pair_mask)
@@ -167,6 +182,12 @@ class EsmFoldTrunk(nn.Module):
                 for block in self.blocks:
                     s, z = block(s, z, mask, pair_mask, not torch.is_grad_enabled())
                 whole_s = axes.join(s, (1, axes.all, r))
+                if self.keeps_rows and not torch.is_grad_enabled():
+                    structure = self._structure_of_rows(z, whole_s, true_aa, mask)
+                    if not last:
+                        bins = self._distance_bins(structure["positions"][-1][:, :, :3])
+                        structure = {}  # the next pass needs room
+                    continue
                 whole_z = axes.join(z, (1, axes.rows, r), (2, axes.columns, r))
                 inputs = {"single": self.trunk2sm_s(whole_s), "pair": self.trunk2sm_z(whole_z)}
                 if not last:
@@ -175,8 +196,26 @@ class EsmFoldTrunk(nn.Module):
                 if not last:
                     bins = self._distance_bins(structure["positions"][-1][:, :, :3])
                     structure = {}
-        structure["s_s"], structure["s_z"] = whole_s, whole_z
+        if "s_z" not in structure:
+            structure["s_s"], structure["s_z"] = whole_s, whole_z
         return structure
+
+    def _structure_of_rows(self, z: Tensor, whole_s: Tensor, types: Tensor, mask: Tensor) -> dict[str, Any]:
+        """Return what the structure module returns for this rank's block of pairs, and the last representations."""
+        axes = self.axes
+        rows = PairRows(axes.join(z, (2, axes.columns, mask.shape[1])), axes)
+        single = self.trunk2sm_s(whole_s)
+        found = run_structure_module(self.structure_module, single, rows, self.trunk2sm_z, types, mask.float())
+        return {**found, "s_s": whole_s, "s_z": rows}
+
+    def _split_pairs(self, pairs: Tensor) -> Tensor:
+        """Return this rank's block of pairs ``b r r c``; of an expanded number the same number."""
+        axes = self.axes
+        if any(pairs.stride()):
+            return axes.split(pairs, (1, axes.rows), (2, axes.columns))
+        padded = axes.padded(pairs.shape[1])
+        lines, columns = (padded // axes.mesh.size(*names) for names in (axes.rows, axes.columns))
+        return pairs[:1, :1, :1, :1].expand(pairs.shape[0], lines, columns, pairs.shape[3])
 
     def _choose_memory(self, z: Tensor) -> None:
         """Take the settings that :attr:`chooser` returns for pairs ``b r r c_z``; nothing without one."""

@@ -1,6 +1,7 @@
 """Folding models of Hugging Face folders, ESMFold and ESMFold 2: opened, split by an axial mode, and asked for structures.
 
-The language model and what follows the trunk run whole on every rank; the trunk's pair tensors are split.
+The language model runs whole on every rank. Pair tensors are split; ESMFold's also in its structure module and for its confidences,
+and those of ESMFold 2 are whole after its trunk.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +22,19 @@ from meshfold.folding import (
     EsmFoldTrunk,
     FoldingOutline,
     MemoryPlan,
+    MemoryPlanError,
     Stack,
     adopt_models,
     parallelize_folding,
     plan_memory,
-    recycled_bytes,
+    structure_bytes,
 )
+from meshfold.huggingface.confidence import confidence_bytes, confidence_of_rows
 from meshfold.huggingface.folder_config import NO_REMOTE_CODE, read_config, read_raw_config, require_config
 from meshfold.huggingface.folding_inputs import LINKER, complex_features, join_chains
 from meshfold.huggingface.structure import Atom, Structure
 from meshfold.mesh import Mesh, SpecError
+from meshfold.mesh.spec import format_bytes
 
 OnPass = Callable[[int, int], None]
 """Called before each pass through the trunk with its number, from 0, and how many there are."""
@@ -191,6 +195,10 @@ class FoldingModel(ABC):
     def pairs_beside(self, tokens: int) -> int:
         """Return the bytes of what a rank holds of pairs of so many tokens beside the stack, while its blocks run."""
 
+    def pairs_after(self, tokens: int) -> int:
+        """Return the bytes of what a rank holds of pairs after the stack: in the structure module and for confidences."""
+        return 0
+
     def plan_memory(self, chains: Sequence[str], limit: int) -> MemoryPlan:
         """Choose the chunks in which the trunk computes; :meth:`use_plan` sets them.
 
@@ -199,12 +207,12 @@ class FoldingModel(ABC):
             limit: bytes of a device for weights, and for the trunk while its blocks run.
 
         Raises:
-            MemoryPlanError: if the trunk does not fit.
+            MemoryPlanError: if the trunk, or what follows it, does not fit.
         """
         tokens, parameter = self.tokens(chains), next(self.blocks.parameters())
         blocks = {id(weight) for weight in self.blocks.parameters()}
         weights = (w.numel() * w.element_size() for w in self.model.parameters() if id(w) not in blocks)
-        return plan_memory(
+        plan = plan_memory(
             self.stack,
             residues=tokens,
             mode=self.mode,
@@ -215,6 +223,18 @@ class FoldingModel(ABC):
             other_bytes=sum(weights) + self.pairs_beside(tokens),
             kernels=parameter.is_cuda,
         )
+        plan = replace(plan, after_bytes=self.pairs_after(tokens))
+        if not plan.fits:
+            fixed = plan.weights + plan.other_bytes
+            shorter = int(tokens * (max(limit - fixed, 0) / plan.after_bytes) ** 0.5) // 16 * 16
+            raise MemoryPlanError(
+                f"{tokens} residues do not fit into {format_bytes(limit)} over {plan.run.ranks}: the structure module and the "
+                f"confidences after the trunk need {format_bytes(plan.bytes)}. Give about {shorter} residues, or more ranks.",
+                least=plan.bytes,
+                fixed=fixed,
+                residues=shorter,
+            )
+        return plan
 
     def use_plan(self, plan: MemoryPlan) -> None:
         """Let the trunk compute in the chunks of a plan."""
@@ -237,6 +257,10 @@ class FoldingModel(ABC):
 class EsmFold(FoldingModel):
     """ESMFold: chains are joined by linkers, which are left out of what is returned."""
 
+    def __init__(self, model: nn.Module, mesh: Mesh, mode: str) -> None:
+        super().__init__(model, mesh, mode)
+        self.model.trunk.keeps_rows = True
+
     def tokens(self, chains: Sequence[str]) -> int:
         return sum(map(len, chains)) + LINKER * (len(chains) - 1)
 
@@ -255,26 +279,54 @@ class EsmFold(FoldingModel):
         return found
 
     def pairs_beside(self, tokens: int) -> int:
-        # The pairs that each pass begins with, and the bins of two tables.
-        size = next(self.blocks.parameters()).element_size()
-        return recycled_bytes(tokens, self.mesh.world_size, self.pair_channels, size)
+        return 2 * 8 * -(-(tokens**2) // self.mesh.world_size)  # rows of the tables of distances and positions
+
+    def pairs_after(self, tokens: int) -> int:
+        axes, trunk = self.model.trunk.axes, self.model.trunk
+        padded = axes.padded(tokens)
+        ranks, columns = axes.mesh.size(*axes.rows), axes.mesh.size(*axes.columns)
+        shape = (1, padded // ranks, tokens, self.pair_channels)
+        pairs = torch.empty(shape, dtype=self.dtype, device="meta")
+        own = pairs.numel() * pairs.element_size()
+        block = own // columns if columns > 1 else 0  # with all columns it is another tensor
+        structure = structure_bytes(trunk.structure_module.ipa, pairs)
+        return max(block + structure, confidence_bytes(pairs, ranks))
+
+    def _through_trunk(
+        self, types: Tensor, positions: Tensor, recycles: int | None, on_pass: OnPass | None
+    ) -> dict[str, Any]:
+        """Return what the trunk returns, as in ``EsmForProteinFolding.forward``, with this rank's rows of pairs."""
+        model, config = self.model, self.model.config.esmfold_config
+        mask, residues = torch.ones_like(types), types.shape[1]
+        states = model.compute_language_model_representations(model.af2_idx_to_esm_idx(types, mask))
+        states = states.to(model.esm_s_combine.dtype) * (0 if config.esm_ablate_sequence else 1)
+        single = model.esm_s_mlp((model.esm_s_combine.softmax(0).unsqueeze(0) @ states).squeeze(2))
+        if config.embed_aa:
+            single = single + model.embedding(types)
+        del states
+        zeros = single.new_zeros(()).expand(1, residues, residues, self.pair_channels)
+        trunk: EsmFoldTrunk = model.trunk
+        trunk.on_recycle = on_pass
+        try:
+            found: dict[str, Any] = trunk(single, zeros, types, positions, mask, recycles)
+        finally:
+            trunk.on_recycle = None
+        return found
 
     @torch.no_grad()
     def predict(
         self, chains: Sequence[str], recycles: int | None = None, *, seed: int = 0, on_pass: OnPass | None = None
     ) -> Structure:
+        from transformers.models.esm.modeling_esmfold import categorical_lddt
         from transformers.models.esm.openfold_utils import residue_constants as known
 
         letters, positions, kept = join_chains(chains)
         types = torch.tensor([[known.restype_order_with_x[letter] for letter in letters]], device=self.device)
-        trunk: EsmFoldTrunk = self.model.trunk
-        trunk.on_recycle = on_pass
-        out = self.model(types, position_ids=torch.tensor([positions], device=self.device), num_recycles=recycles)
-        trunk.on_recycle = None
+        out = self._through_trunk(types, torch.tensor([positions], device=self.device), recycles, on_pass)
         keep = torch.tensor(kept, device=self.device)
-        logits = out.ptm_logits[0][keep][:, keep].float()
-        plddt = (100 * out.plddt[0][keep].float()).cpu()
-        where = out.positions[-1, 0][keep].float().cpu().tolist()
+        bins = self.model.lddt_head(out["states"][-1]).unflatten(-1, (-1, self.model.lddt_bins))
+        plddt = (100 * categorical_lddt(bins, bins=self.model.lddt_bins)[0][keep].float()).cpu()
+        where = out["positions"][-1, 0][keep].float().cpu().tolist()
         names = [known.restype_1to3.get(letter, "UNK") for letter in "".join(chains)]
         atoms = [
             Atom(
@@ -287,7 +339,8 @@ class EsmFold(FoldingModel):
             for number, atom in enumerate(known.restype_name_to_atom14_names[name])
             if atom
         ]
-        pae, ptm, iptm = aligned_confidence(logits, [len(chain) for chain in chains], largest=31.0)
+        lengths = [len(chain) for chain in chains]
+        pae, ptm, iptm = confidence_of_rows(out["s_z"], self.model.ptm_head, keep, lengths, largest=31.0)
         return Structure(
             chains=tuple(chains),
             residue_names=tuple(names),
@@ -297,31 +350,6 @@ class EsmFold(FoldingModel):
             ptm=ptm,
             iptm=iptm,
         )
-
-
-def aligned_confidence(logits: Tensor, lengths: Sequence[int], largest: float) -> tuple[Tensor, float, float | None]:
-    """Return predicted aligned errors, pTM and ipTM (Jumper et al. 2021, supplement 1.9.7; Evans et al. 2022).
-
-    Args:
-        logits: of the bins of aligned errors, ``residue residue bin``.
-        lengths: residues of each chain.
-        largest: where the last bin begins, in Å.
-    """
-    bins, n = logits.shape[-1], logits.shape[0]
-    step = largest / (bins - 2)
-    centers = (torch.arange(bins, device=logits.device, dtype=logits.dtype) + 0.5) * step
-    probabilities = logits.softmax(-1)
-    scale = 1.24 * (max(n, 19) - 15) ** (1 / 3) - 1.8
-    scores = (probabilities / (1 + (centers / scale) ** 2)).sum(-1)
-    pae = probabilities @ centers
-    iptm = None
-    if len(lengths) > 1:
-        chain = torch.arange(len(lengths), device=logits.device).repeat_interleave(
-            torch.tensor(lengths, device=logits.device)
-        )
-        apart = (chain.unsqueeze(0) != chain.unsqueeze(1)).to(scores.dtype)
-        iptm = float(((scores * apart).sum(-1) / apart.sum(-1)).max())
-    return pae, float(scores.mean(-1).max()), iptm
 
 
 class EsmFold2(FoldingModel):

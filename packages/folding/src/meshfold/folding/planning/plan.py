@@ -81,6 +81,7 @@ class MemoryPlan:
         other_bytes: of what else is on a device, the workspace of cuBLAS too.
         limit: bytes of a device; None: no limit.
         tried: every candidate that was counted.
+        after_bytes: of tensors after the stack, such as those of a structure module.
     """
 
     run: FoldingRun
@@ -90,6 +91,7 @@ class MemoryPlan:
     other_bytes: int
     limit: int | None
     tried: tuple[MemoryCount, ...] = ()
+    after_bytes: int = 0
 
     @property
     def settings(self) -> MemorySettings:
@@ -99,7 +101,7 @@ class MemoryPlan:
     @property
     def bytes(self) -> int:
         """All bytes of a device."""
-        return self.count.peak + self.weights + self.other_bytes
+        return max(self.count.peak, self.after_bytes) + self.weights + self.other_bytes
 
     @property
     def fits(self) -> bool:
@@ -115,6 +117,8 @@ class MemoryPlan:
             f"{'fits' if self.fits else 'does NOT fit'} with {self.settings}: {format_bytes(self.bytes)}{room}",
             f"{'weights and gradients' if self.run.training else 'weights':<40}{format_bytes(self.weights):>12}",
         ]
+        if self.after_bytes > count.peak:
+            lines.append(f"{'tensors after the stack, its peak':<40}{format_bytes(self.after_bytes):>12}")
         if self.other_bytes:
             lines.append(f"{'other':<40}{format_bytes(self.other_bytes):>12}")
         kept = count.block * max(self.no_blocks - 2, 0)
