@@ -1,13 +1,12 @@
 """Adam's step, in one call or two halves: hyperparameters, and the reference in plain torch for all other implementations.
 
-All tensors are flat and contiguous, checked before, and updated in place. ``grad_scale`` multiplies the gradient first: a float
-that float32 holds, or a float32 tensor of one element. ``noise`` is the state of the stream of random bits, ``start`` the global
-number of the first element, ``writes`` a sum of ``PARAMETERS`` and ``MOMENTS``. ``before`` is None, or the state that a whole step
-reads instead of ``state``, which it then only writes.
+All tensors are flat and contiguous, checked before, and updated in place. ``before`` is None, or the state that a whole step reads
+instead of ``state``, which it then only writes.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -103,10 +102,29 @@ class Scalars:
         )
 
 
-def gradient(grad: Tensor, p: Tensor | None, s: Scalars, grad_scale: float | Tensor) -> Tensor:
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """The numbers of one step that all its implementations read.
+
+    Attributes:
+        scalars: the numbers of the step.
+        grad_scale: multiplies the gradient first: a float that float32 holds, or a float32 tensor of one element.
+        writes: a sum of ``PARAMETERS`` and ``MOMENTS``.
+        noise: state of the stream of random bits; not read for float32 parameters.
+        start: global number of the first element.
+    """
+
+    scalars: Scalars
+    grad_scale: float | Tensor
+    writes: int
+    noise: int
+    start: int
+
+
+def gradient(grad: Tensor, p: Tensor, step: Step) -> Tensor:
     """Return the gradient in float32, scaled, with the L2 term where there is one."""
-    g = grad.float() * grad_scale
-    return g + s.l2 * p if s.l2 and p is not None else g
+    g = grad.float() * step.grad_scale
+    return g + step.scalars.l2 * p if step.scalars.l2 else g
 
 
 def moments(m: Tensor, v: Tensor, g: Tensor, s: Scalars) -> tuple[Tensor, Tensor]:
@@ -120,76 +138,51 @@ def moved(p: Tensor, m: Tensor, v: Tensor, s: Scalars) -> Tensor:
     return p * s.keep - (m / (root * s.correction + s.eps)) * s.step_size
 
 
-def step_whole(
-    state: WholeState,
-    grad: Tensor,
-    scalars: Scalars,
-    grad_scale: float | Tensor,
-    writes: int,
-    before: WholeState | None = None,
-) -> None:
+def step_whole(state: WholeState, grad: Tensor, step: Step, before: WholeState | None) -> None:
     """Step float32 parameters."""
     was = before or state
     p = was.parameter
-    g = gradient(grad, p, scalars, grad_scale)
-    m, v = moments(was.exp_avg, was.exp_avg_sq, g, scalars)
-    if writes & PARAMETERS:
-        state.parameter.copy_(moved(p, m, v, scalars))
+    g = gradient(grad, p, step)
+    m, v = moments(was.exp_avg, was.exp_avg_sq, g, step.scalars)
+    if step.writes & PARAMETERS:
+        state.parameter.copy_(moved(p, m, v, step.scalars))
         if state.copy is not None:
             state.copy.copy_(state.parameter)
-    if writes & MOMENTS:
+    if step.writes & MOMENTS:
         state.exp_avg.copy_(m)
         state.exp_avg_sq.copy_(v)
 
 
-def step_split(
-    state: SplitState,
-    grad: Tensor,
-    scalars: Scalars,
-    grad_scale: float | Tensor,
-    writes: int,
-    noise: int,
-    start: int,
-    before: SplitState | None = None,
-) -> None:
+def step_split(state: SplitState, grad: Tensor, step: Step, before: SplitState | None) -> None:
     """Step split masters; bfloat16 moments are rounded stochastically."""
     was = before or state
     p = fb.join(was.hi, was.lo)
-    g = gradient(grad, p, scalars, grad_scale)
-    m, v = moments(was.exp_avg.float(), was.exp_avg_sq.float(), g, scalars)
-    if writes & PARAMETERS:
-        fb.split_into(moved(p, m, v, scalars), state.hi, state.lo)
-    if writes & MOMENTS:
+    g = gradient(grad, p, step)
+    m, v = moments(was.exp_avg.float(), was.exp_avg_sq.float(), g, step.scalars)
+    if step.writes & PARAMETERS:
+        fb.split_into(moved(p, m, v, step.scalars), state.hi, state.lo)
+    if step.writes & MOMENTS:
         if state.exp_avg.dtype is torch.bfloat16:
-            random = fb.noise(noise, start, p.numel(), p.device)
+            random = fb.noise(step.noise, step.start, p.numel(), p.device)
             m, v = fb.stochastic(m, random >> 16), fb.stochastic(v, random & 0xFFFF)
         state.exp_avg.copy_(m)
         state.exp_avg_sq.copy_(v)
 
 
-def step_quantized(
-    state: QuantizedState,
-    grad: Tensor,
-    scalars: Scalars,
-    grad_scale: float | Tensor,
-    writes: int,
-    noise: int,
-    start: int,
-    before: QuantizedState | None = None,
-) -> None:
+def step_quantized(state: QuantizedState, grad: Tensor, step: Step, before: QuantizedState | None) -> None:
     """Step split masters with 8-bit moments."""
     n, was = grad.numel(), before or state
     p = fb.join(was.hi, was.lo)
-    g = gradient(grad, p, scalars, grad_scale)
+    g = gradient(grad, p, step)
     code = _blocks(was.exp_avg).to(torch.int64)
     m = fb.decode(code & 127, was.exp_avg_scale.unsqueeze(1), fb.SIGNED_CODE)
     m = torch.where(code > 127, -m, m)
     v = fb.decode(_blocks(was.exp_avg_sq), was.exp_avg_sq_scale.unsqueeze(1), fb.UNSIGNED_CODE)
-    m, v = moments(m.view(-1)[:n], v.view(-1)[:n], g, scalars)
-    if writes & PARAMETERS:
-        fb.split_into(moved(p, m, v, scalars), state.hi, state.lo)
-    if writes & MOMENTS:
-        random = fb.noise(noise, start, n, p.device)
+    m, v = moments(m.view(-1)[:n], v.view(-1)[:n], g, step.scalars)
+    if step.writes & PARAMETERS:
+        fb.split_into(moved(p, m, v, step.scalars), state.hi, state.lo)
+    if step.writes & MOMENTS:
+        random = fb.noise(step.noise, step.start, n, p.device)
         q, scale = _quantized(m.abs(), random >> 16, fb.SIGNED_CODE)
         state.exp_avg.copy_(q[:n] + 128 * m.signbit())
         state.exp_avg_scale.copy_(scale)
@@ -335,25 +328,31 @@ def _run(
     weights = state.weights
     check_flat("grad", grad, GRADIENTS, weights)
     check_start(start)
-    scalars = Scalars.at(settings, step)
+    if isinstance(state, QuantizedState) and start % BLOCK:
+        raise ValueError(
+            f"start is {start}, {start % BLOCK} elements past the start of a block of {BLOCK} that share a "
+            f"scale: cut shards of 8-bit moments at multiples of {BLOCK}"
+        )
     grad = grad.detach()
-    scale = _scale(grad_scale, grad)
-    if isinstance(state, WholeState):
-        dispatch.twin(step_whole, grad)(state, grad, scalars, scale, writes, before)
-    else:
-        noise = int(stream(seed, noise_key(step)))
-        if isinstance(state, SplitState):
-            dispatch.twin(step_split, grad)(state, grad, scalars, scale, writes, noise, start, before)
-        else:
-            if start % BLOCK:
-                raise ValueError(
-                    f"start is {start}, {start % BLOCK} elements past the start of a block of {BLOCK} that share a "
-                    f"scale: cut shards of 8-bit moments at multiples of {BLOCK}"
-                )
-            dispatch.twin(step_quantized, grad)(state, grad, scalars, scale, writes, noise, start, before)
+    made = Step(
+        scalars=Scalars.at(settings, step),
+        grad_scale=_scale(grad_scale, grad),
+        writes=writes,
+        noise=int(stream(seed, noise_key(step))),
+        start=start,
+    )
+    dispatch.twin(_STEPS[type(state)], grad)(state, grad, made, before)
     if writes & PARAMETERS:  # as in torch's optimizers: a backward that saved the old weights must fail
         changed = {id(t): t for t in (weights, state.parameter if isinstance(state, WholeState) else weights)}
         torch.autograd.graph.increment_version([t for t in changed.values() if not t.is_inference()])
+
+
+_STEPS: Mapping[type, Callable[..., None]] = {
+    WholeState: step_whole,
+    SplitState: step_split,
+    QuantizedState: step_quantized,
+}
+"""The reference for each kind of state."""
 
 
 def _scale(grad_scale: float | Tensor, grad: Tensor) -> float | Tensor:

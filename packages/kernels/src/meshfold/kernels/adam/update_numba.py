@@ -17,7 +17,7 @@ from torch import Tensor
 
 from meshfold.kernels import float_bits as plain
 from meshfold.kernels._numba import bits_at, inner, one_process_compiles, stream, torch_threads, written_out
-from meshfold.kernels.adam.update import MOMENTS, PARAMETERS, Scalars
+from meshfold.kernels.adam.update import MOMENTS, PARAMETERS, Step
 from meshfold.kernels.float_bits_numba import (
     bits,
     decode,
@@ -360,71 +360,46 @@ def _step_quantized(hi, lo, m, m_scale, v, v_scale, before, g, c, l2, writes, st
             )
 
 
-def _common(grad: Tensor, s: Scalars, grad_scale: float | Tensor, writes: int) -> tuple[Any, ...]:
+def _common(grad: Tensor, step: Step) -> tuple[Any, ...]:
     """Return the arguments that all kernels take after the state."""
-    scale = float(grad_scale)
-    c = (s.beta1, s.rest1, s.beta2, s.rest2, s.keep, s.step_size, s.correction, s.eps, s.l2, scale)
-    return floats(grad), tuple(map(np.float32, c)), s.l2 != 0.0, writes
+    s = step.scalars
+    c = (s.beta1, s.rest1, s.beta2, s.rest2, s.keep, s.step_size, s.correction, s.eps, s.l2, float(step.grad_scale))
+    return floats(grad), tuple(map(np.float32, c)), s.l2 != 0.0, step.writes
+
+
+def _random(step: Step) -> tuple[Any, ...]:
+    """Return the last arguments of kernels that round stochastically."""
+    return np.uint64(step.noise & 0xFFFFFFFFFFFFFFFF), step.start
 
 
 def _arrays(*tensors: Tensor) -> tuple[Any, ...]:
     return tuple(map(floats, tensors))
 
 
-def step_whole(
-    state: WholeState,
-    grad: Tensor,
-    scalars: Scalars,
-    grad_scale: float | Tensor,
-    writes: int,
-    before: WholeState | None = None,
-) -> None:
+def step_whole(state: WholeState, grad: Tensor, step: Step, before: WholeState | None) -> None:
     p = state.parameter
-    copy = floats(state.copy) if state.copy is not None and writes & PARAMETERS else None
+    copy = floats(state.copy) if state.copy is not None and step.writes & PARAMETERS else None
     was = None if before is None else _arrays(before.parameter, before.exp_avg, before.exp_avg_sq)
     with torch_threads():
-        _step_whole(
-            *_arrays(p, state.exp_avg, state.exp_avg_sq),
-            copy,
-            was,
-            *_common(grad, scalars, grad_scale, writes),
-        )
+        _step_whole(*_arrays(p, state.exp_avg, state.exp_avg_sq), copy, was, *_common(grad, step))
 
 
-def step_split(
-    state: SplitState,
-    grad: Tensor,
-    scalars: Scalars,
-    grad_scale: float | Tensor,
-    writes: int,
-    noise: int,
-    start: int,
-    before: SplitState | None = None,
-) -> None:
+def step_split(state: SplitState, grad: Tensor, step: Step, before: SplitState | None) -> None:
     tensors = _arrays(state.hi, state.lo, state.exp_avg, state.exp_avg_sq)
     was = None if before is None else _arrays(before.hi, before.lo, before.exp_avg, before.exp_avg_sq)
-    common = _common(grad, scalars, grad_scale, writes)
+    common = _common(grad, step)
     with torch_threads():
         if state.exp_avg.dtype is torch.float32:
             _step_split(*tensors, was, *common)
         else:
-            _step_split16(*tensors, was, *common, np.uint64(noise & 0xFFFFFFFFFFFFFFFF), start)
+            _step_split16(*tensors, was, *common, *_random(step))
 
 
-def step_quantized(
-    state: QuantizedState,
-    grad: Tensor,
-    scalars: Scalars,
-    grad_scale: float | Tensor,
-    writes: int,
-    noise: int,
-    start: int,
-    before: QuantizedState | None = None,
-) -> None:
+def step_quantized(state: QuantizedState, grad: Tensor, step: Step, before: QuantizedState | None) -> None:
     was = None if before is None else _quantized_arrays(before)
-    common = _common(grad, scalars, grad_scale, writes)
+    common = _common(grad, step)
     with torch_threads():
-        _step_quantized(*_quantized_arrays(state), was, *common, np.uint64(noise & 0xFFFFFFFFFFFFFFFF), start)
+        _step_quantized(*_quantized_arrays(state), was, *common, *_random(step))
 
 
 def _quantized_arrays(s: QuantizedState) -> tuple[Any, ...]:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from meshfold.kernels import float_bits as plain
 from meshfold.kernels._triton import cdiv, launch
-from meshfold.kernels.adam.update import MOMENTS, PARAMETERS, Scalars
+from meshfold.kernels.adam.update import MOMENTS, PARAMETERS, Scalars, Step
 from meshfold.kernels.float_bits_triton import (
     bits,
     decode,
@@ -201,13 +201,13 @@ def _scalars(s: Scalars) -> tuple[float, ...]:
     return s.beta1, s.rest1, s.beta2, s.rest2, s.keep, s.step_size, s.correction, s.eps, s.l2
 
 
-def _flags(grad: Tensor, s: Scalars, grad_scale: float | Tensor, writes: int) -> dict[str, Any]:
+def _flags(grad: Tensor, step: Step) -> dict[str, Any]:
     return {
         "BF16_GRAD": grad.dtype is torch.bfloat16,
-        "SCALE_IN_MEMORY": isinstance(grad_scale, Tensor),
-        "L2": s.l2 != 0.0,
-        "PARAMETERS": bool(writes & PARAMETERS),
-        "MOMENTS": bool(writes & MOMENTS),
+        "SCALE_IN_MEMORY": isinstance(step.grad_scale, Tensor),
+        "L2": step.scalars.l2 != 0.0,
+        "PARAMETERS": bool(step.writes & PARAMETERS),
+        "MOMENTS": bool(step.writes & MOMENTS),
         "num_warps": 4,
         "enable_fp_fusion": False,
     }
@@ -221,14 +221,7 @@ def _take(state: AdamState, before: AdamState | None) -> None:
             new.copy_(old)
 
 
-def step_whole(
-    state: WholeState,
-    grad: Tensor,
-    scalars: Scalars,
-    grad_scale: float | Tensor,
-    writes: int,
-    before: WholeState | None = None,
-) -> None:
+def step_whole(state: WholeState, grad: Tensor, step: Step, before: WholeState | None) -> None:
     _take(state, before)
     p = state.parameter.detach()
     copy = p if state.copy is None else state.copy
@@ -242,29 +235,20 @@ def step_whole(
         state.exp_avg,
         state.exp_avg_sq,
         raw(grad),
-        grad_scale,
+        step.grad_scale,
         p.numel(),
         0,
         0,
-        *_scalars(scalars),
+        *_scalars(step.scalars),
         SPLIT=False,
         COPY={torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}[copy.dtype],
         BF16_MOMENTS=False,
         TILE=_TILE,
-        **_flags(grad, scalars, grad_scale, writes),
+        **_flags(grad, step),
     )
 
 
-def step_split(
-    state: SplitState,
-    grad: Tensor,
-    scalars: Scalars,
-    grad_scale: float | Tensor,
-    writes: int,
-    noise: int,
-    start: int,
-    before: SplitState | None = None,
-) -> None:
+def step_split(state: SplitState, grad: Tensor, step: Step, before: SplitState | None) -> None:
     _take(state, before)
     hi, n = raw(state.hi), grad.numel()
     launch(
@@ -277,29 +261,20 @@ def step_split(
         raw(state.exp_avg),
         raw(state.exp_avg_sq),
         raw(grad),
-        grad_scale,
+        step.grad_scale,
         n,
-        noise,
-        start,
-        *_scalars(scalars),
+        step.noise,
+        step.start,
+        *_scalars(step.scalars),
         SPLIT=True,
         COPY=0,
         BF16_MOMENTS=state.exp_avg.dtype is torch.bfloat16,
         TILE=_TILE,
-        **_flags(grad, scalars, grad_scale, writes),
+        **_flags(grad, step),
     )
 
 
-def step_quantized(
-    state: QuantizedState,
-    grad: Tensor,
-    scalars: Scalars,
-    grad_scale: float | Tensor,
-    writes: int,
-    noise: int,
-    start: int,
-    before: QuantizedState | None = None,
-) -> None:
+def step_quantized(state: QuantizedState, grad: Tensor, step: Step, before: QuantizedState | None) -> None:
     _take(state, before)
     s, n, rows = state, grad.numel(), _TILE // plain.QUANTIZED_BLOCK
     launch(
@@ -313,11 +288,11 @@ def step_quantized(
         s.exp_avg_sq,
         s.exp_avg_sq_scale,
         raw(grad),
-        grad_scale,
+        step.grad_scale,
         n,
-        noise,
-        start,
-        *_scalars(scalars),
+        step.noise,
+        step.start,
+        *_scalars(step.scalars),
         ROWS=rows,
         SHARED=plain.QUANTIZED_BLOCK,
         M_SHIFT=plain.SIGNED_CODE.shift,
@@ -325,5 +300,5 @@ def step_quantized(
         V_SHIFT=plain.UNSIGNED_CODE.shift,
         V_UNIT=plain.UNSIGNED_CODE.unit,
         SMALLEST=plain.SMALLEST_SCALED,
-        **_flags(grad, scalars, grad_scale, writes),
+        **_flags(grad, step),
     )
