@@ -22,8 +22,6 @@ from meshfold.engine import Engine
 from meshfold.mesh import SpecError, did_you_mean
 from meshfold.mesh.model_io import IGNORE_INDEX
 
-__all__ = ["DPO", "KTO"]
-
 _WITHOUT_REFERENCE = ("simpo", "orpo")
 
 

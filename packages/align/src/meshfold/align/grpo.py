@@ -38,8 +38,6 @@ from meshfold.inference import Sampling
 from meshfold.mesh import SpecError, did_you_mean, key_of
 from meshfold.mesh.model_io import IGNORE_INDEX
 
-__all__ = ["GRPO", "GRPO_KINDS"]
-
 GRPO_KINDS = ("grpo", "dr_grpo", "dapo", "rloo")
 """Kinds of :class:`GRPO`"""
 

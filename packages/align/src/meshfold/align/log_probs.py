@@ -23,8 +23,6 @@ from meshfold.mesh.model_io import IGNORE_INDEX
 from meshfold.mesh.tracking import untracked
 from meshfold.tensor_parallel import log_probs
 
-__all__ = ["TokenLogProbs", "TokenValues"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class TokenValues:

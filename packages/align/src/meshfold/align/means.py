@@ -21,18 +21,6 @@ from torch import Tensor
 
 from meshfold.mesh import Group, SpecError, all_reduce
 
-__all__ = [
-    "Mean",
-    "global_mean",
-    "group_advantages",
-    "leave_one_out",
-    "mean_of_sequences",
-    "mean_of_token_means",
-    "mean_of_tokens",
-    "mean_over_length",
-    "whiten",
-]
-
 Over = Literal["tokens", "sequences"]
 
 

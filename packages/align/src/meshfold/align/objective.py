@@ -28,8 +28,6 @@ from meshfold.engine.batches import row_range
 from meshfold.mesh import SpecError, all_reduce
 from meshfold.mesh.model_io import IGNORE_INDEX
 
-__all__ = ["Objective", "Terms"]
-
 _COUNTED = "counted_labels"
 
 GlobalBatch = Mapping[str, Any]

@@ -17,8 +17,6 @@ from dataclasses import dataclass, field
 
 from meshfold.zero_gemini import MemoryPlanError
 
-__all__ = ["ModelState", "PhasePlan", "PhaseUse", "Plan", "phases_of", "plan_phases"]
-
 GIB = 2**30
 
 

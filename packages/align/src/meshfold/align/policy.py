@@ -18,15 +18,6 @@ from torch import Tensor
 
 from meshfold.mesh import SpecError
 
-__all__ = [
-    "clipped_policy_losses",
-    "clipped_value_losses",
-    "gae",
-    "importance_weights",
-    "kl_penalties",
-    "rewards_of_tokens",
-]
-
 KLKind = Literal["k1", "k2", "k3"]
 
 

@@ -30,8 +30,6 @@ from meshfold.inference import Sampling
 from meshfold.mesh import SpecError, key_of
 from meshfold.mesh.model_io import IGNORE_INDEX
 
-__all__ = ["PPO"]
-
 
 class PPO:
     """Trains a policy on its own samples with a critic (arXiv 1707.06347, 2203.02155).

@@ -20,16 +20,6 @@ from torch.nn import functional as F
 from meshfold.align.means import global_mean
 from meshfold.mesh import Group, SpecError, did_you_mean
 
-__all__ = [
-    "DPO_LOSSES",
-    "dpo_losses",
-    "kto_baseline",
-    "kto_losses",
-    "odds_ratio_losses",
-    "reward_losses",
-    "simpo_losses",
-]
-
 
 def reward_losses(chosen: Tensor, rejected: Tensor, margin: Tensor | None = None, *, centering: float = 0.0) -> Tensor:
     """Return the losses of a reward model, ``n n -> n``: -log sigmoid(chosen - rejected - margin) (Bradley and Terry, 1952).

@@ -22,19 +22,6 @@ from typing import Any, Protocol, TypeVar
 from meshfold.checkpoint.files import read_json_lines
 from meshfold.mesh import SpecError
 
-__all__ = [
-    "ChatTokenizer",
-    "Completion",
-    "Preference",
-    "Prompt",
-    "TextTokenizer",
-    "completion_of",
-    "preference_of",
-    "prompt_of",
-    "read_records",
-    "tokenized",
-]
-
 Record = Mapping[str, Any]
 Found = TypeVar("Found")
 

@@ -19,8 +19,6 @@ from meshfold.align.rows import model_inputs
 from meshfold.engine import Engine
 from meshfold.mesh import SpecError
 
-__all__ = ["AdapterReference", "FrozenCopy", "Reference", "refuse_dropout", "start_from"]
-
 Model = nn.Module | Callable[[], nn.Module]
 
 

@@ -26,8 +26,6 @@ from meshfold.mesh.processes import Environment
 from meshfold.mesh.spec import ZeroSpec, argument_checks, parse_bytes
 from meshfold.zero_gemini import Chunk, ChunkPlacement, Move, Shares, in_turn
 
-__all__ = ["ModelSize", "Phases", "WorkSize"]
-
 Model = nn.Module | Callable[[], nn.Module]
 
 MARGIN = 0.03

@@ -21,8 +21,6 @@ from meshfold.engine import Engine
 from meshfold.mesh import SpecError
 from meshfold.mesh.model_io import IGNORE_INDEX
 
-__all__ = ["RewardModel", "scorer"]
-
 
 def scorer(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
     """Return a function that builds a model of ours, GPT or Llama, with a head of one output: a number a token.

@@ -22,8 +22,6 @@ from meshfold.engine import Engine
 from meshfold.mesh import SpecError
 from meshfold.mesh.collectives import all_gather_object
 
-__all__ = ["Rewards"]
-
 
 class Rewards:
     """The sum of several rewards of each completion."""

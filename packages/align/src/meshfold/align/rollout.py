@@ -21,8 +21,6 @@ from meshfold.inference import Generator, Rollouts, Sampling
 from meshfold.mesh import SpecError, key_of
 from meshfold.mesh.collectives import all_gather_object
 
-__all__ = ["Correction", "EngineRollouts", "Rollout"]
-
 ROWS_AT_ONCE = 64
 """completions that a data coordinate computes at once, unless another number is given"""
 _PAGE = 16

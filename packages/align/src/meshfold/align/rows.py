@@ -18,20 +18,6 @@ from meshfold.align.records import Completion, Preference
 from meshfold.mesh import SpecError
 from meshfold.mesh.model_io import IGNORE_INDEX
 
-__all__ = [
-    "CHOSEN",
-    "REJECTED",
-    "aligned",
-    "completion_rows",
-    "group_rows",
-    "longest_of",
-    "model_inputs",
-    "pack",
-    "pair_rows",
-    "shared_tokens",
-    "shuffled",
-]
-
 CHOSEN, REJECTED = 1, 2
 """Values of the field ``branch``: tokens of the chosen and of the rejected completion; 0 for all others."""
 _ALIGNED = 16

@@ -25,8 +25,6 @@ from meshfold.checkpoint.files import parse_json_object, write_atomically
 from meshfold.engine import Engine
 from meshfold.mesh import SpecError, barrier
 
-__all__ = ["Trainer", "fit", "in_micro_steps", "latest_step", "step_path"]
-
 _LATEST, _METRICS = "latest.json", "metrics.jsonl"
 
 

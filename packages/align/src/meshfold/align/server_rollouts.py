@@ -29,8 +29,6 @@ from meshfold.inference import Rollouts, Sampling
 from meshfold.mesh import SpecError, key_of
 from meshfold.mesh.collectives import all_gather_object
 
-__all__ = ["ServerRollouts"]
-
 _SEEDS = 1 << 31
 
 

@@ -15,8 +15,6 @@ from meshfold.align.run import in_micro_steps
 from meshfold.engine import Engine
 from meshfold.mesh.model_io import IGNORE_INDEX
 
-__all__ = ["SFT"]
-
 
 def _terms(values: TokenValues, batch: Mapping[str, Any]) -> Terms:
     counts = batch["labels"] != IGNORE_INDEX

@@ -23,8 +23,6 @@ from meshfold.engine import Engine
 from meshfold.engine.batches import no_branches
 from meshfold.mesh import SpecError
 
-__all__ = ["SharedPrompts", "unfolded"]
-
 _MASKED = 3.0
 """time of attention with a mask for each score of causal attention without one, which computes half of them faster"""
 

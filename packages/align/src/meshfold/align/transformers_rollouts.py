@@ -14,8 +14,6 @@ from meshfold.inference import Rollouts, Sampling
 from meshfold.mesh import SpecError, key_of
 from meshfold.mesh.collectives import all_gather_object
 
-__all__ = ["TransformersRollouts"]
-
 _PAGE, _TOKENS = 256, 2048
 
 

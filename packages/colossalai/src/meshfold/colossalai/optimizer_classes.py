@@ -15,8 +15,6 @@ from meshfold import optimizers as ours
 from meshfold.colossalai.arguments import Translation
 from meshfold.mesh import SpecError
 
-__all__ = ["CAME", "Adafactor", "DistributedAdaFactor", "DistributedCAME", "DistributedLamb", "Lamb", "Lars"]
-
 
 class _Named:
     """Base of classes that stand for an optimizer of :mod:`meshfold.optimizers`.

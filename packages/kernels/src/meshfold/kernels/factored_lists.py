@@ -14,8 +14,6 @@ from torch import Tensor
 
 from meshfold.kernels import dispatch
 
-__all__ = ["came_distance_lists", "factored_apply_lists", "factored_limit_lists", "square_sum_lists"]
-
 Tensors = Sequence[Tensor]
 
 

@@ -15,8 +15,6 @@ from torch import Tensor
 from meshfold.kernels import dispatch
 from meshfold.kernels.inputs import check_flat
 
-__all__ = ["LAYERWISE", "lamb_direction", "lars_step"]
-
 _DTYPES = (torch.float32, torch.float64)
 
 

@@ -21,16 +21,6 @@ from meshfold.kernels.factored_lists import (
 )
 from meshfold.kernels.layerwise import LAYERWISE
 
-__all__ = [
-    "STEP_KERNELS",
-    "adamw_lists",
-    "apply_lists",
-    "average_lists",
-    "lamb_apply_lists",
-    "lamb_moment_lists",
-    "lion_lists",
-]
-
 Tensors = Sequence[Tensor]
 _DTYPES = (torch.float32, torch.float64)
 

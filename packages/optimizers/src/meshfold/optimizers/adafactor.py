@@ -26,8 +26,6 @@ from meshfold.optimizers.factored import (
 )
 from meshfold.optimizers.settings import OptimizerSettingError, at_least, learning_rate, positive
 
-__all__ = ["Adafactor", "AdafactorHF"]
-
 
 class Adafactor(ListSteps, torch.optim.Adafactor):
     """``torch.optim.Adafactor``, that may be given blocks of tensors: no first moment, ``lr`` is given, and ``1/√t`` bounds it.

@@ -16,8 +16,6 @@ import torch
 
 from meshfold.optimizers.settings import OptimizerSettingError
 
-__all__ = ["AVERAGE", "averaged"]
-
 AVERAGE = "average"
 """Name of the average in the optimizer's state of a parameter."""
 _STEPS = "average_steps"

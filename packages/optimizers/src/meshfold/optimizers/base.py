@@ -13,19 +13,6 @@ from meshfold.optimizers.blocks import Blocks, WholeTensors
 from meshfold.optimizers.roles import MATRICES, ROLES
 from meshfold.optimizers.settings import OptimizerSettingError
 
-__all__ = [
-    "ListSteps",
-    "MatrixOptimizer",
-    "NormOptimizer",
-    "RoleOptimizer",
-    "Sight",
-    "SquareSums",
-    "TensorOptimizer",
-    "gradient_of",
-    "rate_of",
-    "square_sums",
-]
-
 Sight = Literal["elements", "norms", "matrices"]
 """An optimizer needs single elements, single elements and two norms of each tensor, or whole tensors."""
 

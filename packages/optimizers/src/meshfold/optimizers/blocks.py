@@ -12,8 +12,6 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-__all__ = ["Blocks", "Product", "SumOver", "WholeTensors", "in_buckets"]
-
 
 class SumOver(NamedTuple):
     """A sum over some dims of a whole tensor.

@@ -21,8 +21,6 @@ from meshfold.optimizers.factored import (
 )
 from meshfold.optimizers.settings import OptimizerSettingError, at_least, decay_rates, learning_rate, positive
 
-__all__ = ["Came"]
-
 
 class Came(MatrixOptimizer):
     """CAME as in Algorithm 2 of the paper; the same as ``came_pytorch.CAME`` 0.1.3.

@@ -13,8 +13,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-__all__ = ["BLOCK", "codes", "pack", "unpack"]
-
 BLOCK = 256
 """Numbers that share a scale."""
 _POWERS = 7

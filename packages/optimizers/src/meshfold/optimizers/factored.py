@@ -13,21 +13,6 @@ from torch import Tensor
 
 from meshfold.optimizers.blocks import Blocks, SumOver
 
-__all__ = [
-    "add_lists",
-    "add_to_means",
-    "inverse_root",
-    "limit_rms",
-    "on_device",
-    "rms",
-    "rms_of_lists",
-    "row_and_column",
-    "spread",
-    "square_sum",
-    "take_lists",
-    "zero_means",
-]
-
 
 def zero_means(blocks: Blocks, parameter: Tensor) -> tuple[Tensor, Tensor]:
     """Return the first row means and column means of the last two dims: zeros."""

@@ -16,8 +16,6 @@ from meshfold.optimizers.eight_bit import pack, unpack
 from meshfold.optimizers.roles import MATRICES
 from meshfold.optimizers.settings import OptimizerSettingError, adam_settings, learning_rate, positive
 
-__all__ = ["GaLoreAdafactor", "GaLoreAdamW"]
-
 
 class GaLoreOptimizer(RoleOptimizer):
     """Base of optimizers that keep moments of projected gradients.

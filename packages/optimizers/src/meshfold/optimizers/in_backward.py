@@ -6,8 +6,6 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-__all__ = ["step_in_backward"]
-
 
 def step_in_backward(optimizer: torch.optim.Optimizer) -> list[RemovableHandle]:
     """Let an optimizer step each parameter as soon as its gradient is complete, and release the gradient then.

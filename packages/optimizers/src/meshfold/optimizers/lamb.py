@@ -11,8 +11,6 @@ from torch import Tensor
 from meshfold.optimizers.base import NormOptimizer, gradient_of, rate_of
 from meshfold.optimizers.settings import adam_settings
 
-__all__ = ["Lamb"]
-
 
 class Lamb(NormOptimizer):
     """LAMB as in Algorithm 2 of the paper, with Adam's bias correction.

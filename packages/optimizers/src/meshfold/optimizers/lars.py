@@ -10,8 +10,6 @@ from torch import Tensor
 from meshfold.optimizers.base import NormOptimizer, gradient_of
 from meshfold.optimizers.settings import OptimizerSettingError, at_least, learning_rate, positive
 
-__all__ = ["Lars"]
-
 
 class Lars(NormOptimizer):
     """LARS as in the paper, in timm's form.

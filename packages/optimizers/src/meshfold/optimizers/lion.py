@@ -10,8 +10,6 @@ from torch import Tensor
 from meshfold.optimizers.base import Sight, TensorOptimizer, gradient_of, rate_of
 from meshfold.optimizers.settings import at_least, decay_rates, learning_rate
 
-__all__ = ["Lion"]
-
 
 class Lion(TensorOptimizer):
     """Lion as in Algorithm 2 of the paper: x ← x − lr · (sign(β₁ m + (1 − β₁) g) + weight_decay · x), m ← β₂ m + (1 − β₂) g.

@@ -18,8 +18,6 @@ from meshfold.optimizers.newton_schulz import COEFFICIENTS, orthogonalize
 from meshfold.optimizers.roles import MATRICES
 from meshfold.optimizers.settings import OptimizerSettingError, at_least, decay_rates, learning_rate, positive
 
-__all__ = ["Muon"]
-
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64, "same": None}
 _ADJUST = ("original", "match_rms_adamw")
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["COEFFICIENTS", "orthogonalize"]
-
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Coefficients of the quintic a·x + b·x³ + c·x⁵: singular values come near 1 in few steps."""
 _LONG = 3

@@ -7,8 +7,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-__all__ = ["MATRICES", "ROLES", "role_groups", "roles_of"]
-
 MATRICES = "matrices"
 ROLES = (MATRICES, "embeddings", "head", "norms_and_biases")
 """Roles, in the order of :func:`role_groups`."""

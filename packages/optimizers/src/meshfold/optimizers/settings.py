@@ -7,8 +7,6 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-__all__ = ["OptimizerSettingError", "adam_settings", "at_least", "decay_rates", "learning_rate", "positive"]
-
 
 class OptimizerSettingError(ValueError):
     """A setting that an optimizer cannot use; the message has the value and the remedy."""
