@@ -5,15 +5,57 @@ from __future__ import annotations
 import ast
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch._subclasses import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from meshfold import kernels as K
 from meshfold.kernels import dispatch
 
 F32 = torch.float32
+
+
+class Seen(TorchFunctionMode):
+    """Counts what a function mode sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls += 1
+        return func(*args, **(kwargs or {}))
+
+
+class Square(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return 2.0 * x * dy
+
+
+def test_function_modes_see_the_operations_of_kernels_only_beside_a_dispatch_mode() -> None:
+    x = torch.randn(4, 8, dtype=torch.float64, requires_grad=True)
+    square = K.applied(Square)
+    with Seen() as seen:
+        y = square(x)
+    assert seen.calls == 0
+    with Seen() as seen, FlopCounterMode(display=False):
+        followed = square(x)
+    assert seen.calls > 0
+    for each in (y, followed):
+        (gradient,) = torch.autograd.grad(each.sum(), x)
+        assert torch.equal(gradient, 2.0 * x)
 
 
 @pytest.fixture

@@ -51,6 +51,29 @@ def assert_close(found: dict[str, Tensor], wanted: dict[str, Tensor], tolerance:
         assert (found[name] - gradient).abs().max() <= tolerance * gradient.abs().max(), name
 
 
+@pytest.mark.parametrize("dims", [1, 2, 3])
+def test_autograd_calls_for_a_weight_only_where_it_does_not_call_for_the_input(dims: int) -> None:
+    layer = nn.Linear(WIDTH, 3).double()
+    queue = defer_weight_gradients(layer)
+    for needs in (True, False):
+        x = inputs(1)[0].detach().reshape(-1, WIDTH)[: 1 if dims == 1 else 4]
+        x = (x[0] if dims == 1 else x.view(2, 2, WIDTH) if dims == 3 else x).clone().requires_grad_(needs)
+        y = layer(x)
+        assert y.grad_fn is not None
+        assert (
+            sum(node is not None for node, _ in y.grad_fn.next_functions) == 1
+        )  # a node more is a task more of autograd
+        y.relu_()  # not a view, so it may be changed in place
+        with queue.collecting(needs):
+            y.sum().backward()
+        assert layer.weight.grad is None
+        queue.compute(needs)
+        rows, weight = x.detach().reshape(-1, WIDTH), layer.weight.detach().clone().requires_grad_()
+        wanted = torch.autograd.grad(torch.relu(rows @ weight.t() + layer.bias.detach()).sum(), weight)[0]
+        assert_close({"weight": gradients(layer)["weight"]}, {"weight": wanted}, 1e-12)
+        layer.zero_grad()
+
+
 def test_the_operation_is_exact() -> None:
     plain, split, (x,) = (
         nn.Linear(WIDTH, 3, dtype=torch.float64),

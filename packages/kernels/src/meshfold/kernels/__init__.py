@@ -66,6 +66,7 @@ from meshfold.kernels.fp8_products import bind_fp8_matmul, fp8_backward, fp8_for
 from meshfold.kernels.fp8_roofline import Fp8Speeds, fp8_gain
 from meshfold.kernels.fp8_shard import Fp8Shard, weight_scales
 from meshfold.kernels.fp8_weight import Fp8Operands, Fp8Weight, Fp8WeightError, fp8_operand
+from meshfold.kernels.functions import applied
 from meshfold.kernels.grad_pass import (
     largest_magnitude,
     sum_of_magnitudes,
@@ -188,6 +189,7 @@ __all__ = [
     "adamw_lists",
     "add_layer_norm",
     "add_rms_norm",
+    "applied",
     "apply_lists",
     "apply_rotary",
     "apply_rotary_",

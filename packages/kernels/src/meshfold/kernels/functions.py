@@ -28,12 +28,23 @@ def once_differentiable(backward: Backward) -> Backward:
 def applied(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     """Return ``function.apply`` for a function whose forward takes the context, without torch's preparations for ``torch.func``.
 
-    Inside a transform of ``torch.func`` it is ``function.apply``.
+    Inside a transform of ``torch.func`` it is ``function.apply``. Function modes (``torch.overrides.TorchFunctionMode``), such as
+    the one that replaces attention under ``sequence``, do not see the forward's own operations: a mode takes the host some
+    microseconds for each, even for a shape. Under a dispatch mode, which may follow these operations with their help, they do.
     """
     direct = super(torch.autograd.Function, function).apply  # type: ignore[misc]
     transforms: Callable[[], bool] = torch._C._are_functorch_transforms_active
 
     def apply(*arguments: Any) -> Any:
-        return function.apply(*arguments) if transforms() else direct(*arguments)
+        if transforms():
+            return function.apply(*arguments)
+        if _function_modes() and not _dispatch_modes():
+            with torch._C.DisableTorchFunction():
+                return direct(*arguments)
+        return direct(*arguments)
 
     return apply
+
+
+_function_modes: Callable[[], int] = torch._C._len_torch_function_stack
+_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack

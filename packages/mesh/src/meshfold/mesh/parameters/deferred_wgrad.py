@@ -72,6 +72,13 @@ class WeightGradSite:
         found = layer.__dict__.get(_ATTRIBUTE)
         return found if isinstance(found, WeightGradSite) else None
 
+    def take(self, x: Tensor, dy: Tensor) -> None:
+        """Make dw of x and dy: when the queue computes it, or now if nothing is being collected."""
+        x, dy = x.detach(), dy.detach()  # drop the graph, which would keep the stage's inputs
+        if self.queue is None or not self.queue.put(self, (x, dy)):
+            with torch.no_grad():
+                self.add([(x, dy)])
+
     def attach(self, layer: nn.Module) -> None:
         """Attach this site to a layer, where :meth:`of` finds it."""
         layer.__dict__[_ATTRIBUTE] = self
@@ -246,11 +253,7 @@ def accumulate_grad_product(parameter: nn.Parameter, left: Tensor, right: Tensor
 
 
 def _put(ticket: Tensor, x: Tensor, dy: Tensor) -> None:
-    site = _sites[int(ticket)]
-    x, dy = x.detach(), dy.detach()  # drop the graph, which would keep the stage's inputs
-    if site.queue is None or not site.queue.put(site, (x, dy)):
-        with torch.no_grad():
-            site.add([(x, dy)])
+    _sites[int(ticket)].take(x, dy)
 
 
 def _forget(ticket: Tensor) -> None:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from meshfold.kernels import applied
 from meshfold.mesh.parameters import (
     DefersWeightGrad,
     MatmulOperands,
@@ -30,13 +31,26 @@ from meshfold.mesh.parameters import (
 
 
 class _Product(torch.autograd.Function):
-    """Multiply ``.. k`` by a weight ``n k`` (``k n`` if turned) and add a bias, both hidden from autograd."""
+    """Multiply ``.. k`` by a weight ``n k`` (``k n`` if turned) and add a bias, both hidden from autograd.
+
+    Give it a site, or the ticket of one.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, ticket: Tensor, turned: bool) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        turned: bool,
+        site: WeightGradSite | None,
+        ticket: Tensor | None,
+    ) -> Tensor:
         ctx.save_for_backward(x, weight, ticket)
-        ctx.turned = turned
+        ctx.turned, ctx.site = turned, site
         y = F.linear(x, weight.t() if turned else weight, bias)
+        if x.dim() == 2:
+            return y
         # With more than two dims y is a view, and autograd forbids changing a view returned by a Function in place, as
         # nn.ReLU(inplace=True) after the layer would. Here that is safe: nothing else holds the base of y.
         unviewed: Tensor = torch.ops.aten._unsafe_view(y, y.shape)
@@ -45,11 +59,20 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
         x, weight, ticket = ctx.saved_tensors
-        rows = dy.reshape(-1, dy.shape[-1])
+        flat = x.dim() == 2
+        rows = dy if flat else dy.reshape(-1, dy.shape[-1])
         dx = None
         if ctx.needs_input_grad[0]:
-            dx = (rows @ (weight.t() if ctx.turned else weight)).view(x.shape)
-        return dx, None, None, defer_weight_grad(ticket, x.reshape(-1, x.shape[-1]), rows), None
+            dx = rows @ (weight.t() if ctx.turned else weight)
+            dx = dx if flat else dx.view(x.shape)
+        given = x if flat else x.reshape(-1, x.shape[-1])
+        if ctx.site is not None:
+            ctx.site.take(given, rows)
+            return dx, None, None, None, None, None
+        return dx, None, None, None, None, defer_weight_grad(ticket, given, rows)
+
+
+_product = applied(_Product)
 
 
 class _Deferring:
@@ -74,7 +97,11 @@ class _Deferring:
         ):
             return F.linear(x, weight.t() if self._turned else weight, bias)
         free = None if bias is None else bias.detach()
-        y: Tensor = _Product.apply(x, weight.detach(), free, site.ticket, self._turned)
+        y: Tensor
+        if x.requires_grad and not torch.compiler.is_compiling():  # autograd calls the backward even without a ticket
+            y = _product(x, weight.detach(), free, self._turned, site, None)
+        else:
+            y = _product(x, weight.detach(), free, self._turned, None, site.ticket)
         return y
 
     def add_weight_gradients(self: Any, pairs: Sequence[MatmulOperands], *, batched: bool) -> None:
