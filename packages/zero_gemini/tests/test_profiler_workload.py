@@ -109,6 +109,20 @@ def test_units_that_lie_in_one_another_keep_their_chunks() -> None:
     assert gather_windows(found.chunks[0], found) == ((0, 5),)
 
 
+def test_a_tied_parameter_has_no_gradient_before_its_last_use() -> None:
+    """Autograd adds up what its uses give, in memory that the trace has counted, and hands it over once."""
+    seen = trace("a", "b", "c")  # backward: c, b, a in 3, 4, 5
+    found = work(seen, use("tied", a=1000, c=1000), use("in part", a=800, c=200), use("b", b=1000))
+    chunks = {chunk.name: chunk for chunk in found.chunks}
+    assert {name: chunk.gradient_from for name, chunk in chunks.items()} == {"tied": 5, "in part": 3, "b": 4}
+    assert chunks["tied"].backward == chunks["in part"].backward == (3, 5)
+    places = [chunk.name for chunk in found.chunks]
+    gradients = dict(zip(places, gpu_kinds(found)["gradients"][:, 1].tolist(), strict=True))
+    assert gradients["tied"] == [0, 0, 0, 0, 0, 2000] and gradients["in part"] == [0, 0, 0, 2000, 2000, 2000]
+    with pytest.raises(SpecError, match=r"gradient_from=6 must be in backward=\(3, 5\)"):
+        replace(chunks["tied"], gradient_from=6)
+
+
 def test_unused_frozen_and_forward_only_chunks_have_a_place() -> None:
     forward_only = [
         timestep(0, "a", backward=False),

@@ -64,6 +64,7 @@ def _gradient_bytes(chunk: ChunkCost, workload: Workload) -> Floats:
     whole = int(np.ceil(workload.collected(chunk) * chunk.gathered_elems))
     shard = whole if workload.whole_gradients else int(np.ceil(workload.regime.gradient * chunk.elems))
     start, end = chunk.backward
+    start = start if chunk.gradient_from is None else chunk.gradient_from
     summed = workload.accumulation > 1  # the earlier micro-steps' sum is resident or fetched
     out[:, start : end + 1] = whole + shard * summed
     if workload.whole_gradients:

@@ -47,6 +47,8 @@ class ChunkCost:
     visits: tuple[tuple[int, int], ...] | None = None
     """runs of timesteps, first and last, in which it is used, in order; None: ``forward`` and ``backward``. They say when it is
     gathered; ``forward`` and ``backward`` span them, and have a place for a chunk that is not used there at all."""
+    gradient_from: int | None = None
+    """timestep of the backward in which its gradient is begun; None: the first of ``backward``."""
 
     def __post_init__(self) -> None:
         if not 0 < self.elems <= self.gathered_elems:
@@ -57,6 +59,10 @@ class ChunkCost:
         (first, last), (start, end) = self.forward, self.backward
         if not 0 <= first <= last < start <= end:
             raise SpecError(f"chunk {self.name!r}: forward={self.forward}, backward={self.backward} must be in order")
+        if self.gradient_from is not None and not start <= self.gradient_from <= end:
+            raise SpecError(
+                f"chunk {self.name!r}: gradient_from={self.gradient_from} must be in backward={self.backward}"
+            )
         if min(self.forward_seconds, self.backward_seconds) < 0:
             raise SpecError(f"chunk {self.name!r}: seconds below zero")
         last = -1

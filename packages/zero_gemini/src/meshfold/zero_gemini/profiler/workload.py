@@ -114,6 +114,7 @@ def workload_of(
                 forward=(first[0][0], first[-1][1]),
                 backward=(second[0][0], second[-1][1]),
                 visits=tuple(seen),
+                gradient_from=_gradient_from(chunk, timesteps, second),
                 forward_seconds=forward[chunk.name],
                 backward_seconds=backward[chunk.name],
                 trainable=chunk.trainable,
@@ -187,6 +188,20 @@ def _without_recomputing(
 def _after(timesteps: Sequence[TracedTimestep], layer: TracedLayer) -> int:
     """Return the timestep of a layer's recomputation."""
     return min(layer.last + 1, len(timesteps) - 1)
+
+
+def _gradient_from(chunk: ChunkUse, timesteps: Sequence[TracedTimestep], backward: Sequence[tuple[int, int]]) -> int:
+    """Return the timestep from which on gradients of parameters arrive.
+
+    A parameter that several units use, such as a tied embedding, gets its gradient once, after the last: until then autograd
+    keeps what it has, which is in the bytes of the timesteps.
+    """
+
+    def used_again(i: int) -> int:
+        later = {timesteps[t].unit for first, last in backward[i + 1 :] for t in range(first, last + 1)}
+        return sum(elems for unit, elems in chunk.units.items() if unit in later)
+
+    return next(first for i, (first, _) in enumerate(backward) if used_again(i) < chunk.gathered_elems)
 
 
 def _first_bytes(layer: TracedLayer, layers: Sequence[TracedLayer], timesteps: Sequence[TracedTimestep]) -> int:
