@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from meshfold.engine import Engine
-from meshfold.engine.zero import captured_step
-from meshfold.engine.zero.captured_step import CaptureReport
+from meshfold.engine.zero import capture_rules
+from meshfold.engine.zero.capture_rules import CaptureReport
 from meshfold.models import GPT, GPTConfig
 from meshfold.zero_gemini import ChunkPlacement
 from meshfold.zero_gemini.chunks.chunk import Chunk
@@ -304,7 +304,7 @@ def test_a_search_for_draws_that_does_not_fit_leaves_steps_eager(monkeypatch: py
     def random_draws(model: nn.Module, run: Callable[[], object]) -> list[str]:
         raise torch.OutOfMemoryError("160 MiB")
 
-    monkeypatch.setattr(captured_step, "random_draws", random_draws)
+    monkeypatch.setattr(capture_rules, "random_draws", random_draws)
     with recorded(monkeypatch), engine_of(gpt(), cuda_graph=True, recompute="blocks") as engine:
         losses = train(engine, batches(4))[::2]
         assert report_of(engine).captures == 0 and "does not fit into memory" in report_of(engine).why_eager

@@ -27,7 +27,7 @@ from meshfold.mesh.watchdog import report_errors
 
 if TYPE_CHECKING:
     from meshfold.engine.step_metrics import StepMetrics
-    from meshfold.engine.zero.captured_step import CaptureReport
+    from meshfold.engine.zero.capture_rules import CaptureReport
     from meshfold.engine.zero.residency import Residency
 
 _DATA_PARALLEL: Mapping[str, object] = {}

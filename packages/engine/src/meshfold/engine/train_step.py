@@ -26,7 +26,7 @@ from meshfold.mesh.recording import at_step
 if TYPE_CHECKING:
     from meshfold.engine.batches.batch import Batch
     from meshfold.engine.batches.sharding import Shares
-    from meshfold.engine.zero.captured_step import CaptureReport
+    from meshfold.engine.zero.capture_rules import CaptureReport
     from meshfold.zero_gemini import BackwardRole
 
 

@@ -2,7 +2,7 @@
 
 One form of batch is captured at a time, under one placement of chunks, since its activations keep their memory. The graphs are
 freed before anything else may need it: an eager step, another forward of the model, or a move of chunks. The next steps are
-captured anew. A step that cannot be captured runs as usual, and :class:`CaptureReport` says why.
+captured anew. A step that cannot be captured runs as usual: :mod:`.capture_rules` decides, and says why.
 
 A micro-step is captured after another of the same form ran as usual under the same placement: kernels are compiled then, and the
 order of units is known. What is moved between graphs: :mod:`meshfold.zero_gemini.runtime.captured_moves`.
@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import functools
 import gc
-import warnings
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -22,10 +21,10 @@ from weakref import WeakMethod
 import torch
 from torch import Tensor, nn
 
-from meshfold.engine.captured_step import Counted, Inputs, form_of
+from meshfold.engine.captured_step import Counted, Inputs
 from meshfold.engine.errors import TrainingError
 from meshfold.engine.model.mask_choice import masks_by_shape
-from meshfold.engine.zero.random_draws import random_draws
+from meshfold.engine.zero.capture_rules import CaptureRules
 from meshfold.mesh import collector_paused
 from meshfold.zero_gemini import BackwardRole, CapturedMoves, segments_on
 
@@ -37,31 +36,8 @@ if TYPE_CHECKING:
     from meshfold.engine.states.accumulation import Accumulation
     from meshfold.engine.zero.states import ZeroStates
 
-FEW_REPLAYS = 8
-"""Graphs that were freed after fewer replays than this were hardly worth their capture: the next ones come later."""
-MOST_WARM_UP = 64
-"""Most micro-steps of a form before it is captured again."""
 MOST_RELIEVED = 2
 """How often a capture that runs out of memory makes room, until such steps run eagerly."""
-
-_WARMS_UP = "kernels and the order of moves are not known yet for this batch and placement"
-
-
-@dataclass(kw_only=True)
-class CaptureReport:
-    """Report on the graphs of ``Engine(cuda_graph=True)`` under ``zero``.
-
-    Attributes:
-        captures: how often a micro-step was captured.
-        replays: micro-steps that were replayed.
-        graphs: graphs of the last captured micro-step.
-        why_eager: why the last micro-step ran without graphs; empty if it did not.
-    """
-
-    captures: int = 0
-    replays: int = 0
-    graphs: int = 0
-    why_eager: str = "no step was made yet"
 
 
 class CapturedZeroSteps:
@@ -86,20 +62,14 @@ class CapturedZeroSteps:
         device: where they run.
         blocks: those that recompute; None if none does.
         """
-        self._forward, self._states, self._model = forward, states, model
-        self._device, self._blocks = device, blocks
-        self._modules = [*model.modules()]  # to find them takes 2 ms in a U-Net
+        self._forward, self._states, self._device, self._blocks = forward, states, device, blocks
         self._stream = _stream_of(device) if device.type == "cuda" else None
-        self._key: Hashable = None
-        self._warm, self._wanted = 0, 1  # micro-steps of this key since the last change, and before a capture
-        self._failed: dict[Hashable, str] = {}
+        self._rules = CaptureRules(forward, states, model, blocks, warns=device.type == "cuda")
+        self.report = self._rules.report
         self._relieved = 0
-        self._draws: list[str] | None = None  # operators of the model that draw random numbers, if that is known
         self._capturing: _Step | None = None
         self._step: _Step | None = None
         self._replays = 0  # of the step that is captured
-        self._said: set[str] = set()
-        self.report = CaptureReport()
         free = WeakMethod(self.free)
 
         def freed(moves: bool) -> None:
@@ -174,25 +144,26 @@ class CapturedZeroSteps:
         # cuDNN's plans are made for each thread, and none can be made while a graph is captured: see _captures.
         with masks_by_shape(), torch.autograd.set_multithreading_enabled(False):
             yield
-        self._warm += 1
+        self._rules.ran_eagerly()
 
     def _replays_it(self, work: Batch, count: Tensor, kind: BackwardRole, *, first: bool) -> bool:
         """Return True if a micro-step is replayed or captured; ``report`` says why not.
 
         ``first``: it is the first of its optimizer step.
         """
-        key = self._key_of(work)
-        if key != self._key:
-            self.free(moves=self._placement(key) != self._placement(self._key))
-            self._key, self._warm = key, 0
-        why = self._why_not(kind, first)
+        rules = self._rules
+        key, last = rules.key_of(work), rules.key
+        if key != last:
+            self.free(moves=last is None or key.placement != last.placement)
+            rules.begin(key)
+        why = rules.why_not(kind, first=first, captured=self._step is not None)
         if not why and self._step is None:
             segments = segments_on(self._device)
             if segments is None:
                 why = "a CPU has no CUDA graphs"
-            elif not (why := self._why_draws(work, count)):
+            elif not (why := rules.why_draws(work, count)):
                 self._capturing = _Step(CapturedMoves(segments))
-        self._say(why)
+        rules.say(why)
         return not why
 
     def _run_forward(self, work: Batch, count: Tensor, weight: Tensor) -> Tensor:
@@ -230,7 +201,7 @@ class CapturedZeroSteps:
             return False
         self._capturing = None
         first = str(error).strip().partition("\n")[0]
-        self._failed[self._key] = f"it cannot be captured: {type(error).__name__}: {first}"
+        self._rules.fail(f"it cannot be captured: {type(error).__name__}: {first}")
         return True
 
     def _recover(self, hooks: object) -> None:
@@ -246,11 +217,11 @@ class CapturedZeroSteps:
         self._states.gemini.abandon()
         if _hooks_on_saved_tensors() != hooks:
             raise TrainingError(
-                f"cuda_graph=True: {self._failed.get(self._key, '')} The step cannot be repeated without graphs either: leave "
+                f"cuda_graph=True: {self._rules.failure} The step cannot be repeated without graphs either: leave "
                 "cuda_graph out"
             )
         self._empty_cache()
-        self._say(self._failed.get(self._key, ""))
+        self._rules.say(self._rules.failure)
 
     def _capture_forward(self, step: _Step, work: Batch, count: Tensor, weight: Tensor) -> Tensor:
         step.inputs = inputs = Inputs.like(work, count, weight)
@@ -288,14 +259,10 @@ class CapturedZeroSteps:
         Args:
             moves: chunks move, so what was seen of steps before does not count.
         """
-        if moves:
-            self._wanted = 1
         step, self._step = self._step, None
+        self._rules.freed(None if step is None else self._replays, moves=moves)
         if step is None:
             return
-        if not moves:
-            self._wanted = min(MOST_WARM_UP, 2 * self._wanted) if self._replays < FEW_REPLAYS else 1
-        self._warm = 0
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)  # copies of gradients may still read its memory
         del step
@@ -306,76 +273,9 @@ class CapturedZeroSteps:
         self.free()
         self._states.gemini.free_graphs_by(None)
 
-    # -- whether a step can be captured ---------------------------------------------------------------------------
-
-    def _why_not(self, kind: BackwardRole, first: bool) -> str:
-        """Return why this micro-step runs eagerly, as a clause; empty if it need not."""
-        if kind == "final":
-            return (
-                "chunks are stepped while backward runs, because nothing is asked of all gradients together: with "
-                "clip_grad_norm the step can be captured"
-            )
-        if kind != "last" or not first:
-            return "gradients are accumulated over several backwards: set gradient_accumulation=1"
-        if why := self._states.gemini.why_not_captured():
-            return why
-        if self._key in self._failed:
-            return self._failed[self._key]
-        if self._states.residency.is_watching:
-            return "the first steps are traced for the plan"
-        return _WARMS_UP if self._step is None and self._warm < self._wanted else ""
-
-    def _key_of(self, work: Batch) -> Hashable:
-        """Return what the graphs depend on: the placement of chunks, and the form of a batch."""
-        states, gemini = self._states, self._states.gemini
-        placement = (
-            states.residency.moves,
-            () if self._blocks is None else self._blocks.kept,
-            tuple((each.parameters, each.state) for each in gemini.placements.values()),
-            tuple(chunk.address for chunk in gemini.chunks),
-        )
-        mine = tuple(
-            (
-                *(0 if buffer is None else buffer.data_ptr() for buffer in module._buffers.values()),
-                *(parameter is not None and parameter.requires_grad for parameter in module._parameters.values()),
-            )
-            for module in self._modules
-        )
-        return placement, form_of(work, self._modules), mine
-
-    @staticmethod
-    def _placement(key: Hashable) -> Hashable:
-        return key[0] if isinstance(key, tuple) else None
-
     def _empty_cache(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
-
-    def _why_draws(self, work: Batch, count: Tensor) -> str:
-        """Return why blocks cannot repeat their forwards in a graph, as a clause: a forward that draws random numbers."""
-        if self._blocks is None:
-            return ""
-        if self._draws is None:
-            try:
-                with masks_by_shape():
-                    self._draws = random_draws(self._model, lambda: self._forward.loss(work, Counted(count)))
-            except torch.OutOfMemoryError:
-                self._failed[self._key] = (
-                    "the forward that looks for random numbers runs without compiled code and does not fit into memory"
-                )
-                return self._failed[self._key]
-        if not self._draws:
-            return ""
-        return f"{self._draws[0]} draws random numbers, and blocks that recompute could not draw them again"
-
-    def _say(self, why: str) -> None:
-        """Report why a micro-step runs eagerly; warn of what the user can change, once."""
-        self.report.why_eager = why
-        passes = not why or why == _WARMS_UP or self._states.residency.is_watching or self._stream is None
-        if passes or why in self._said:
-            return
-        self._said.add(why)
-        warnings.warn(f"cuda_graph=True: steps run without graphs now: {why}", stacklevel=6)
 
 
 def _hooks_on_saved_tensors() -> object:
