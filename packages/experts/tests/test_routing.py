@@ -23,7 +23,6 @@ from meshfold.experts import (
     routing_sums,
     sigmoid_top_k,
     softmax_top_k,
-    sum_over_ranks,
     update_selection_bias,
     z_loss,
 )
@@ -164,7 +163,8 @@ def test_routers_of_transformers_are_balanced_by_a_hook(family: str) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=0, check_dtype=False)
     found.backward()
     assert model.get_submodule(find_experts(model)[0].router_name).weight.grad.abs().sum() > 0
-    sum_over_ranks(model, lambda sums: 2 * sums)  # as a second rank with the same tokens would
+    for keeper in keepers:
+        keeper.over_ranks = lambda sums: 2 * sums  # as a second rank with the same tokens would
     torch.testing.assert_close(balance_loss(model), found)
     with pytest.raises(SpecError, match="no routing"):
         balance_loss(copied := copy.deepcopy(model))  # a copy has its own hooks, which have seen nothing

@@ -22,7 +22,6 @@ from meshfold.experts.keep import (
     keep_routing,
     keeper_of,
     routing_keepers,
-    sum_over_ranks,
 )
 from meshfold.experts.layer import Experts, MixtureOfExperts, SharedExpert
 from meshfold.experts.losses import balance_loss, z_loss
@@ -65,7 +64,6 @@ __all__ = [
     "shard_experts",
     "sigmoid_top_k",
     "softmax_top_k",
-    "sum_over_ranks",
     "upcycle",
     "update_selection_bias",
     "z_loss",

@@ -124,17 +124,6 @@ def keeper_of(module: nn.Module) -> Router | RoutingKeeper | None:
     return found if isinstance(found, Router | RoutingKeeper) else None
 
 
-def sum_over_ranks(model: nn.Module, reduce: Reduce | None) -> None:
-    """Make the balance losses of a model cover all ranks that share its batch.
-
-    Args:
-        model: its routers are own ones, or have been given hooks by :func:`keep_routing`.
-        reduce: sums a vector over the ranks, with gradients; None: this rank has the whole batch.
-    """
-    for keeper in routing_keepers(model):
-        keeper.over_ranks = reduce
-
-
 def outputs_of(output: Any, experts: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return logits [n, e], weights [n, k] and expert numbers [n, k] from a router's outputs, in any order.
 
