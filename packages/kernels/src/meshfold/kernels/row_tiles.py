@@ -49,8 +49,7 @@ class RowCall(NamedTuple):
     @property
     def columns(self) -> int:
         """Elements of its row."""
-        weight = self.layer.weight
-        return weight.shape[1] * (2 if weight.dtype == torch.uint8 else 1)
+        return _columns(self.layer.weight)
 
     @property
     def bytes(self) -> int:
@@ -111,8 +110,12 @@ def group_of(layer: RowWeight) -> int:
     weight, scale = layer.weight, layer.scale
     if scale is None:
         return 0
-    four = weight.dtype == torch.uint8
-    return 1 if scale.shape[1] == 1 and not four else weight.shape[1] * (2 if four else 1) // scale.shape[1]
+    return 1 if scale.shape[1] == 1 and weight.dtype != torch.uint8 else _columns(weight) // scale.shape[1]
+
+
+def _columns(weight: Tensor) -> int:
+    """Return the elements of a row; a byte has two of four bits."""
+    return weight.shape[1] * (2 if weight.dtype == torch.uint8 else 1)
 
 
 def word_tiles(bits: int, *, gated: bool) -> list[Tile]:
