@@ -6,8 +6,17 @@ import pytest
 import torch
 from folding_models import MODELS, check_equal, inputs_of, model_of
 
-from meshfold.folding import MemorySettings, parallelize_folding
+from meshfold.folding import (
+    EsmFoldStack,
+    FoldingRun,
+    MemorySettings,
+    Sizes,
+    count_work,
+    find_axial_mode,
+    parallelize_folding,
+)
 from meshfold.folding.memory import Parts
+from meshfold.folding.planning.plan import candidates
 from meshfold.mesh import Mesh, MeshfoldError
 from meshfold.mesh.testing import ranks
 
@@ -77,3 +86,18 @@ def test_settings_that_cannot_be_right() -> None:
         MemorySettings(chunk_bytes=0)
     with pytest.raises(MeshfoldError, match=r"recompute='block' is not known.*Did you mean 'blocks'"):
         MemorySettings(recompute="block")
+
+
+def test_small_chunks_read_pairs_a_few_times() -> None:
+    """The smallest chunks of inference on one rank move less than 2.5 times the bytes of whole updates."""
+    with torch.device("meta"):
+        stack = EsmFoldStack(1, 64, 128, head_width_s=32, head_width_z=32).eval()
+    run = FoldingRun(
+        sizes=Sizes(residues=512, itemsize=2), mode=find_axial_mode("dap"), axes={"axial": 1}, training=False
+    )
+    given = list(candidates(stack, run))
+    whole, lean = (
+        sum(operator.bytes * count for operator, count in count_work(stack, run, settings).operators.items())
+        for settings in (given[0], given[-1])
+    )
+    assert whole < lean < 2.5 * whole

@@ -74,7 +74,9 @@ class EdgeMultiplication(nn.Module):
         return EdgeProduct(axes).cost(sizes.pair(axes, self.edge_channels), width)
 
     def forward(self, z: Tensor, mask: Tensor | None = None, into: Tensor | None = None) -> Tensor:
-        """Return the update, some channels of edges and then some rows at a time.
+        """Return the update, in parts if the memory settings say so.
+
+        On one rank without gradients parts are rows. Else they are some channels of edges, and then some rows.
 
         Args:
             z: ``* i j c``, this rank's block.
@@ -98,6 +100,10 @@ class EdgeMultiplication(nn.Module):
             x = x.view(*lead, *x.shape[1:])
             return x if into is None else into.add_(x)
 
+        if not (self.axes.is_split or torch.is_grad_enabled()):
+            y = self._by_rows(z, pair_mask, flat_target(into, 3))
+            return y.view(*lead, *y.shape[1:]) if into is None else into
+
         def some_channels(first: int, size: int) -> Tensor:
             return self._multiply(*self._operands_by_rows(z, pair_mask, slice(first, first + size)))
 
@@ -111,6 +117,45 @@ class EdgeMultiplication(nn.Module):
         target = flat_target(into, 3)
         y = run_parts(self._row_parts(z, 3 * z.shape[-1] + 2 * x.shape[-1]), some_rows, 1, target)
         return y.view(*lead, *y.shape[1:]) if into is None else into
+
+    def _by_rows(self, z: Tensor, mask: Tensor | None, into: Tensor | None) -> Tensor:
+        """Return the update, some rows at a time: rows of one operand meet all of the other one, which is made first.
+
+        Parts in channels need as much memory, for the product, and read all pairs for every few channels. Of incoming edges the
+        same is done with columns, on transposed pairs; so the pairs that are left to read are not those that have been updated.
+        """
+        if not self.outgoing:
+            z = z.transpose(1, 2)
+            mask, into = (None if t is None else t.transpose(1, 2) for t in (mask, into))
+        first, second = self._weights_of_operands()
+        rows_of, other_of = (first, second) if self.outgoing else (second, first)
+
+        def edges(rows: Tensor, some: Tensor | None, weight: Tensor, bias: Tensor | None) -> Tensor:
+            made, logits = functional.linear(rows, weight, bias).chunk(2, -1)
+            return functions.gate(made, logits, some)
+
+        def other_edges(first: int, size: int) -> Tensor:
+            rows = self.normalise(z.narrow(1, first, size))
+            return edges(rows, _lines(mask, first, size), *other_of).permute(0, 3, 1, 2)
+
+        width, channels = z.shape[-1], self.edge_channels
+        other = run_parts(self._row_parts(z, width + 4 * channels), other_edges, 2).permute(0, 2, 3, 1)
+
+        def some_rows(first: int, size: int) -> Tensor:
+            rows = self.normalise(z.narrow(1, first, size))
+            x = functions.multiply_edges(edges(rows, _lines(mask, first, size), *rows_of), other)
+            x = self.emit(x)
+            return functions.gate(x, self.gate_logits(rows))
+
+        y = run_parts(self._row_parts(z, 3 * width + 5 * channels), some_rows, 1, into)
+        return y if self.outgoing or into is not None else y.transpose(1, 2)
+
+    def _weights_of_operands(self) -> list[tuple[Tensor, Tensor | None]]:
+        """Return of each operand the weight and bias that make it and then its gate."""
+        weight, bias = self.operand_weights(slice(0, self.edge_channels))
+        weights, biases = (None if t is None else t.unflatten(0, (2, 2, -1)) for t in (weight, bias))
+        assert weights is not None
+        return [(weights[:, i].flatten(0, 1), None if biases is None else biases[:, i].flatten(0, 1)) for i in range(2)]
 
     def channel_parts(self, z: Tensor, gradients: bool | None = None) -> Parts:
         """Return the parts of the product for a block ``b i j c``, in channels of edges."""
@@ -206,6 +251,10 @@ class TriangleMultiplication(EdgeMultiplication):
     def _edges(self, name: str, z: Tensor, mask: Tensor | None) -> Tensor:
         """Return an operand, ``a`` or ``b``, from normalised pairs."""
         return functions.gate(getattr(self, f"linear_{name}_p")(z), getattr(self, f"linear_{name}_g")(z), mask)
+
+
+def _lines(mask: Tensor | None, first: int, size: int) -> Tensor | None:
+    return None if mask is None else mask.narrow(1, first, size)
 
 
 def own_pair_mask(axes: Axes, mask: Tensor | None) -> Tensor | None:
