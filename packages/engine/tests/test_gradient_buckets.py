@@ -192,3 +192,23 @@ def test_products_go_into_their_bucket_beside_whole_gradients_and_not_past_hooks
         give(first)
     assert seen == [True]
     reducer.close()
+
+
+def test_vectors_of_a_micro_step_are_added_by_one_operator() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.LayerNorm(6) for _ in range(4)], nn.Linear(6, 6)).double()
+    parameters = list(model.parameters())
+    masters = Masters(parameters, Precision.parse("fp64"))
+    reducer = GradientReducer(parameters, masters, Mesh({}), several=True)
+    batches = [torch.randn(5, 6, dtype=torch.float64) for _ in range(4)]
+    wanted = torch.autograd.grad(sum(model(x).square().sum() for x in batches), parameters)
+    with _Operators() as operators:
+        with reducer.backward(last=True):
+            for x in batches:
+                model(x).square().sum().backward()
+            reducer.complete(parameters)
+        reducer.finish()
+    assert operators.seen["_foreach_add_"] == len(batches), "the matrix takes the vectors that wait with it"
+    for parameter, gradient in zip(parameters, wanted, strict=True):
+        torch.testing.assert_close(masters.of(parameter).grad, gradient, rtol=1e-12, atol=1e-12)
+    reducer.close()

@@ -127,6 +127,8 @@ class Bucket:
     def add(self, place: int, gradient: Tensor) -> None:
         """Add a part of a gradient to the sum in the buffer.
 
+        Parts of vectors wait until one of them gets its next part, or the sum is needed: all are added by one operator then.
+
         Args:
             place: index of its parameter.
             gradient: the part.
@@ -135,8 +137,11 @@ class Bucket:
             TrainingError: if the bucket is already being reduced.
         """
         self._check_open(gradient)
+        if place in self._waiting:
+            self.write()
         self._waiting[place] = gradient
-        self.write()
+        if gradient.dim() > 1:
+            self.write()
 
     def add_product(self, place: int, left: Tensor, right: Tensor) -> bool:
         """Add a part of a gradient, ``left @ right``, in one multiplication; return False, with nothing changed, where it cannot.

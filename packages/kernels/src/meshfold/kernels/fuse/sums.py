@@ -129,7 +129,7 @@ def _sum(one: Any, other: Any) -> Any:
         one, other = tensors((one, other))
         return one + other
     value = branch.value()
-    if (value.shape, value.dtype, value.device) != (residual.shape, residual.dtype, residual.device):
+    if value.dtype is not residual.dtype or value.shape != residual.shape or value.device != residual.device:
         return residual + value
     return Sum(residual, value, branch.leaf)
 
