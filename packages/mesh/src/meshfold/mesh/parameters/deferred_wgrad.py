@@ -75,9 +75,10 @@ class WeightGradSite:
     def take(self, x: Tensor, dy: Tensor) -> None:
         """Make dw of x and dy: when the queue computes it, or now if nothing is being collected."""
         x, dy = x.detach(), dy.detach()  # drop the graph, which would keep the stage's inputs
-        if self.queue is None or not self.queue.put(self, (x, dy)):
-            with torch.no_grad():
-                self.add([(x, dy)])
+        if self.queue is not None and self.queue.put(self, (x, dy)):
+            return
+        with torch.no_grad() if torch.is_grad_enabled() else nullcontext():  # off in a backward, as a rule
+            self.add([(x, dy)])
 
     def attach(self, layer: nn.Module) -> None:
         """Attach this site to a layer, where :meth:`of` finds it."""
