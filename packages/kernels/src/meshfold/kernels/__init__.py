@@ -16,6 +16,7 @@ from meshfold.kernels.activations import (
     swiglu,
     swiglu2,
     weighted_swiglu,
+    weighted_swiglu_gradients,
 )
 from meshfold.kernels.adam import (
     AdamSettings,
@@ -297,6 +298,7 @@ __all__ = [
     "use",
     "weight_scales",
     "weighted_swiglu",
+    "weighted_swiglu_gradients",
     "word_parts",
     "write_gradient",
 ]
