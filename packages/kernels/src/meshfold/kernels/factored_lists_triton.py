@@ -44,13 +44,17 @@ def _divided(x, table, row, count, number, i, j, rows, columns, mean, floor):
 
 
 @triton.jit
-def _leave(
-    x, kind, begins, number, count, down, along, i, j, rows, columns, of_rows, of_columns, row_parts, column_parts
-):
-    """Store this tile's sums of rows and columns."""
-    at = of_rows + kind * row_parts + tl.load(begins + 2 * count + number) + along.to(tl.int64) * rows
+def _leave(x, kind, tile, sizes, count, sums):
+    """Store a tile's sums of rows and columns.
+
+    tile: as :func:`_tile` returns it.
+    sums: where those of rows and of columns begin, and how many parts a kind of each has.
+    """
+    number, rows, columns, down, along, i, j = tile
+    of_rows, of_columns, row_parts, column_parts = sums
+    at = of_rows + kind * row_parts + tl.load(sizes + 2 * count + number) + along.to(tl.int64) * rows
     tl.store(at + i, tl.sum(x, 1), mask=i < rows)
-    at = of_columns + kind * column_parts + tl.load(begins + 3 * count + number) + down.to(tl.int64) * columns
+    at = of_columns + kind * column_parts + tl.load(sizes + 3 * count + number) + down.to(tl.int64) * columns
     tl.store(at + j, tl.sum(x, 0), mask=j < columns)
 
 
@@ -73,28 +77,14 @@ def _sums(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    number, rows, columns, down, along, i, j = _tile(owners, begins, sizes, count, EVEN, ROWS, COLUMNS)
+    tile = _tile(owners, begins, sizes, count, EVEN, ROWS, COLUMNS)
+    number, rows, columns, _, _, i, j = tile
+    sums = of_rows, of_columns, row_parts, column_parts
     mask = (i < rows)[:, None] & (j < columns)[None, :]
     place = i.to(tl.int64)[:, None] * columns + j[None, :]
     g = tl.load(_float32(table, 0, count, number, EVEN) + place, mask=mask, other=0.0)
     if KIND == 0:
-        _leave(
-            g * g,
-            0,
-            sizes,
-            number,
-            count,
-            down,
-            along,
-            i,
-            j,
-            rows,
-            columns,
-            of_rows,
-            of_columns,
-            row_parts,
-            column_parts,
-        )
+        _leave(g * g, 0, tile, sizes, count, sums)
     else:
         mean = tl.load(means + number)
         u = tl.where(mask, _divided(g, table, 1, count, number, i, j, rows, columns, mean, floor), 0.0)
@@ -102,57 +92,9 @@ def _sums(
         if KIND == 2:
             m = tl.load(_float32(table, 3, count, number, EVEN) + place, mask=mask, other=0.0)
             d = u - m
-            _leave(
-                d * d,
-                0,
-                sizes,
-                number,
-                count,
-                down,
-                along,
-                i,
-                j,
-                rows,
-                columns,
-                of_rows,
-                of_columns,
-                row_parts,
-                column_parts,
-            )
-            _leave(
-                d * m,
-                1,
-                sizes,
-                number,
-                count,
-                down,
-                along,
-                i,
-                j,
-                rows,
-                columns,
-                of_rows,
-                of_columns,
-                row_parts,
-                column_parts,
-            )
-            _leave(
-                m * m,
-                2,
-                sizes,
-                number,
-                count,
-                down,
-                along,
-                i,
-                j,
-                rows,
-                columns,
-                of_rows,
-                of_columns,
-                row_parts,
-                column_parts,
-            )
+            _leave(d * d, 0, tile, sizes, count, sums)
+            _leave(d * m, 1, tile, sizes, count, sums)
+            _leave(m * m, 2, tile, sizes, count, sums)
 
 
 @triton.jit(do_not_specialize=["count", "parts", "total"])

@@ -35,28 +35,17 @@ def _tile(owners, begins, sizes, EVEN: tl.constexpr, TILE: tl.constexpr):
 
 
 @triton.jit
+def _address(table, row, count, number, EVEN: tl.constexpr, DTYPE: tl.constexpr):
+    """Return the address of a tensor of a dtype."""
+    address = tl.load(table + row * count + number).to(tl.pointer_type(DTYPE))
+    if EVEN:
+        address = tl.multiple_of(address, 16)
+    return address
+
+
+@triton.jit
 def _float32(table, row, count, number, EVEN: tl.constexpr):
-    """Return the address of a tensor of float32."""
-    address = tl.load(table + row * count + number).to(tl.pointer_type(tl.float32))
-    if EVEN:
-        address = tl.multiple_of(address, 16)
-    return address
-
-
-@triton.jit
-def _float16(table, row, count, number, EVEN: tl.constexpr):
-    address = tl.load(table + row * count + number).to(tl.pointer_type(tl.float16))
-    if EVEN:
-        address = tl.multiple_of(address, 16)
-    return address
-
-
-@triton.jit
-def _int16(table, row, count, number, EVEN: tl.constexpr):
-    address = tl.load(table + row * count + number).to(tl.pointer_type(tl.int16))
-    if EVEN:
-        address = tl.multiple_of(address, 16)
-    return address
+    return _address(table, row, count, number, EVEN, tl.float32)
 
 
 @triton.jit
@@ -65,9 +54,9 @@ def _store(x, table, row, count, number, place, mask, EVEN: tl.constexpr, CODE: 
     if CODE == 0:
         tl.store(_float32(table, row, count, number, EVEN) + place, x, mask=mask)
     if CODE == 1:
-        tl.store(_int16(table, row, count, number, EVEN) + place, to_bfloat16(x), mask=mask)
+        tl.store(_address(table, row, count, number, EVEN, tl.int16) + place, to_bfloat16(x), mask=mask)
     if CODE == 2:
-        tl.store(_float16(table, row, count, number, EVEN) + place, x.to(tl.float16), mask=mask)
+        tl.store(_address(table, row, count, number, EVEN, tl.float16) + place, x.to(tl.float16), mask=mask)
 
 
 @triton.jit
@@ -76,9 +65,9 @@ def _load(table, row, count, number, place, mask, EVEN: tl.constexpr, CODE: tl.c
     if CODE == 0:
         x = tl.load(_float32(table, row, count, number, EVEN) + place, mask=mask, other=0.0)
     if CODE == 1:
-        x = from_bfloat16(tl.load(_int16(table, row, count, number, EVEN) + place, mask=mask, other=0))
+        x = from_bfloat16(tl.load(_address(table, row, count, number, EVEN, tl.int16) + place, mask=mask, other=0))
     if CODE == 2:
-        x = tl.load(_float16(table, row, count, number, EVEN) + place, mask=mask, other=0.0).to(tl.float32)
+        x = tl.load(_address(table, row, count, number, EVEN, tl.float16) + place, mask=mask, other=0.0).to(tl.float32)
     return x
 
 
