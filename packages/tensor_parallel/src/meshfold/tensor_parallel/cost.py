@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 
 from meshfold.mesh import Mesh, moved_bytes
 from meshfold.mesh.recording import Kind
+from meshfold.tensor_parallel.plan import Phase
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +67,25 @@ class Cost:
             for e in self.entries
         ]
         return "\n".join([*lines, f"{'total':<51}{float(self.bytes):>20,.0f}"])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CostQuery:
+    """The sizes at which a plan's cost is asked for.
+
+    Attributes:
+        sizes: elements of m, k and n, over all ranks of the axes that the layouts name.
+        mesh: gives the sizes of the axes.
+        itemsize: bytes an element.
+        phases: which of the three products are computed.
+        keep: gathered operands that forward keeps for backward.
+    """
+
+    sizes: Mapping[str, int]
+    mesh: Mesh
+    itemsize: int
+    phases: tuple[Phase, ...]
+    keep: frozenset[str]
 
 
 class CostBuilder:

@@ -6,7 +6,7 @@ the dims it was taken over, including the axes of the batch. The rounded operand
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from torch import Tensor
@@ -25,10 +25,11 @@ from meshfold.kernels import (
     shared_columns,
 )
 from meshfold.mesh import Mesh, Pending, collectives
-from meshfold.tensor_parallel.cost import Cost
+from meshfold.tensor_parallel.cost import Cost, CostQuery
 from meshfold.tensor_parallel.fp8_cast_products import Fp8CastProducts, bind_fp8_cast_products
+from meshfold.tensor_parallel.lowerings.common import Pair
 from meshfold.tensor_parallel.lowerings.gather import Gather, start_gather, start_leave
-from meshfold.tensor_parallel.plan import MatmulPlan, Phase
+from meshfold.tensor_parallel.plan import MatmulPlan
 
 
 def bind_fp8_maximum(mesh: Mesh, plan: MatmulPlan | None, outer_axes: tuple[str, ...]) -> Fp8Maximum:
@@ -105,16 +106,8 @@ class Fp8Gather:
         return self._forward(plan, mesh, coming_x, coming_w.wait(), w)[0], None, None
 
     def backward(
-        self,
-        plan: MatmulPlan,
-        mesh: Mesh,
-        x: Tensor,
-        w: Tensor,
-        dy: Tensor,
-        *,
-        wants: tuple[bool, bool],
-        kept: tuple[Tensor | None, Tensor | None],
-    ) -> tuple[Tensor | None, Tensor | None]:
+        self, plan: MatmulPlan, mesh: Mesh, x: Tensor, w: Tensor, dy: Tensor, *, wants: tuple[bool, bool], kept: Pair
+    ) -> Pair:
         coming_dy = start_gather(plan, mesh, "y", dy)
         coming_w = start_gather(plan, mesh, "w", w) if wants[0] else None
         return self._backward(plan, mesh, x, None if coming_w is None else coming_w.wait, coming_dy, wants)
@@ -134,7 +127,7 @@ class Fp8Gather:
         coming_dy: Pending,
         wants: tuple[bool, bool],
         source: Fp8Source | None = None,
-    ) -> tuple[Tensor | None, Tensor | None]:
+    ) -> Pair:
         recipe, maximum = self._recipe, self._maximum
         coming_x = start_gather(plan, mesh, "x", x) if wants[1] else None
         casts = fp8_gradient_casts(coming_dy.wait(), recipe, maximum, wants=wants)
@@ -159,9 +152,7 @@ class Fp8Gather:
         def forward(x: Tensor, w: Fp8Tensor, weight: Tensor) -> tuple[Tensor, Fp8Source | None]:
             return self._forward(plan, mesh, start_gather(plan, mesh, "x", x), w, weight)
 
-        def backward(
-            x: Tensor, w: Fp8Tensor, dy: Tensor, wants: tuple[bool, bool], source: Fp8Source | None
-        ) -> tuple[Tensor | None, Tensor | None]:
+        def backward(x: Tensor, w: Fp8Tensor, dy: Tensor, wants: tuple[bool, bool], source: Fp8Source | None) -> Pair:
             coming_dy = start_gather(plan, mesh, "y", dy)
             return self._backward(plan, mesh, x, (lambda: w) if wants[0] else None, coming_dy, wants, source)
 
@@ -169,18 +160,9 @@ class Fp8Gather:
             ("fp8 cast products", plan, self), lambda: bind_fp8_cast_products(self._recipe, forward, backward)
         )
 
-    def cost(
-        self,
-        plan: MatmulPlan,
-        sizes: Mapping[str, int],
-        mesh: Mesh,
-        *,
-        itemsize: int,
-        phases: tuple[Phase, ...],
-        keep: frozenset[str],
-    ) -> Cost:
+    def cost(self, plan: MatmulPlan, query: CostQuery) -> Cost:
         """Return the collectives of the gather lowering: operands travel in their own dtype; an amax is a few bytes."""
-        return Gather().cost(plan, sizes, mesh, itemsize=itemsize, phases=phases, keep=keep)
+        return Gather().cost(plan, query)
 
 
 def bind_fp8_lowering(plan: MatmulPlan, mesh: Mesh, recipe: Fp8Recipe, outer_axes: tuple[str, ...]) -> Fp8Gather:

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
 from meshfold.kernels import on_gpu
 from meshfold.mesh import Mesh
-from meshfold.tensor_parallel.cost import Cost
-from meshfold.tensor_parallel.plan import MatmulPlan, Operand, Phase
+from meshfold.tensor_parallel.cost import Cost, CostQuery
+from meshfold.tensor_parallel.plan import MatmulPlan, Operand
 
 INPUTS: dict[Operand, tuple[Operand, Operand]] = {"y": ("x", "w"), "x": ("y", "w"), "w": ("y", "x")}
 """The operands of each product, by its result: y, dx (``"x"``) or dw (``"w"``); as an operand ``"y"`` means dy."""
+
+
+Pair: TypeAlias = tuple[Tensor | None, Tensor | None]
+"""Of x and of w: a gathered operand, or a gradient; None for none."""
 
 
 class Lowering(Protocol):
@@ -38,29 +42,12 @@ class Lowering(Protocol):
         ...
 
     def backward(
-        self,
-        plan: MatmulPlan,
-        mesh: Mesh,
-        x: Tensor,
-        w: Tensor,
-        dy: Tensor,
-        *,
-        wants: tuple[bool, bool],
-        kept: tuple[Tensor | None, Tensor | None],
-    ) -> tuple[Tensor | None, Tensor | None]:
+        self, plan: MatmulPlan, mesh: Mesh, x: Tensor, w: Tensor, dy: Tensor, *, wants: tuple[bool, bool], kept: Pair
+    ) -> Pair:
         """Return (``dx``, ``dw``) at rest, each if wanted, from ``dy`` at rest."""
         ...
 
-    def cost(
-        self,
-        plan: MatmulPlan,
-        sizes: Mapping[str, int],
-        mesh: Mesh,
-        *,
-        itemsize: int,
-        phases: tuple[Phase, ...],
-        keep: frozenset[str],
-    ) -> Cost:
+    def cost(self, plan: MatmulPlan, query: CostQuery) -> Cost:
         """Return every collective that forward and backward issue."""
         ...
 

@@ -16,7 +16,6 @@ used, since the largest ones decide the peak memory.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -24,7 +23,8 @@ from torch import Tensor
 from meshfold.mesh import Mesh, Pending, collectives
 from meshfold.mesh.collectives import wide_reshape
 from meshfold.mesh.recording import weight_gradients
-from meshfold.tensor_parallel.cost import Cost, CostBuilder
+from meshfold.tensor_parallel.cost import Cost, CostBuilder, CostQuery
+from meshfold.tensor_parallel.lowerings.common import Pair
 from meshfold.tensor_parallel.plan import MatmulPlan, Operand, Phase
 
 _COPIED_ROWS = 1024
@@ -56,16 +56,8 @@ class Gather:
         return y, x_whole if "x" in keep else None, w_whole if "w" in keep else None
 
     def backward(
-        self,
-        plan: MatmulPlan,
-        mesh: Mesh,
-        x: Tensor,
-        w: Tensor,
-        dy: Tensor,
-        *,
-        wants: tuple[bool, bool],
-        kept: tuple[Tensor | None, Tensor | None],
-    ) -> tuple[Tensor | None, Tensor | None]:
+        self, plan: MatmulPlan, mesh: Mesh, x: Tensor, w: Tensor, dy: Tensor, *, wants: tuple[bool, bool], kept: Pair
+    ) -> Pair:
         want_dx, want_dw = wants
         blocks = _block_axis(plan, mesh) if kept[0] is None else ""
         coming_dy = start_gather(plan, mesh, "y", dy)
@@ -94,17 +86,9 @@ class Gather:
             dx = dx.squeeze(0) if blocks else dx
         return dx, leaving_dw.wait() if leaving_dw is not None else None
 
-    def cost(
-        self,
-        plan: MatmulPlan,
-        sizes: Mapping[str, int],
-        mesh: Mesh,
-        *,
-        itemsize: int,
-        phases: tuple[Phase, ...],
-        keep: frozenset[str],
-    ) -> Cost:
-        cost = CostBuilder(mesh, itemsize)
+    def cost(self, plan: MatmulPlan, query: CostQuery) -> Cost:
+        sizes, mesh, phases, keep = query.sizes, query.mesh, query.phases, query.keep
+        cost = CostBuilder(mesh, query.itemsize)
 
         def local(operand: Operand) -> int:
             return math.prod(plan.local_sizes(operand, sizes, mesh).values())

@@ -8,7 +8,6 @@ handles ranks that cannot push to each other.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack
 
 import torch
@@ -18,10 +17,11 @@ from meshfold.mesh import Group, Mesh, Pending
 from meshfold.mesh.collectives import note_call
 from meshfold.mesh.collectives.push import Channel, channel
 from meshfold.mesh.processes import running_world
-from meshfold.tensor_parallel.cost import Cost
+from meshfold.tensor_parallel.cost import Cost, CostQuery
 from meshfold.tensor_parallel.lowerings import push_products as products
+from meshfold.tensor_parallel.lowerings.common import Pair
 from meshfold.tensor_parallel.lowerings.gather import Gather, start_sum
-from meshfold.tensor_parallel.plan import MatmulPlan, Phase
+from meshfold.tensor_parallel.plan import MatmulPlan
 
 _GATHER = Gather()
 
@@ -62,16 +62,8 @@ class Push:
         return start_sum(plan, mesh, "y", Pending(y, None)).wait(), None, None
 
     def backward(
-        self,
-        plan: MatmulPlan,
-        mesh: Mesh,
-        x: Tensor,
-        w: Tensor,
-        dy: Tensor,
-        *,
-        wants: tuple[bool, bool],
-        kept: tuple[Tensor | None, Tensor | None],
-    ) -> tuple[Tensor | None, Tensor | None]:
+        self, plan: MatmulPlan, mesh: Mesh, x: Tensor, w: Tensor, dy: Tensor, *, wants: tuple[bool, bool], kept: Pair
+    ) -> Pair:
         group, column = _group(plan, mesh), bool(plan.steps("x"))
         if kept != (None, None) or group.size == 1:
             return _GATHER.backward(plan, mesh, x, w, dy, wants=wants, kept=kept)
@@ -87,18 +79,9 @@ class Push:
             dw = start_sum(plan, mesh, "w", Pending(dw, None)).wait()
         return dx, dw
 
-    def cost(
-        self,
-        plan: MatmulPlan,
-        sizes: Mapping[str, int],
-        mesh: Mesh,
-        *,
-        itemsize: int,
-        phases: tuple[Phase, ...],
-        keep: frozenset[str],
-    ) -> Cost:
+    def cost(self, plan: MatmulPlan, query: CostQuery) -> Cost:
         """Return the collectives of the gather lowering, which are pushed here."""
-        return _GATHER.cost(plan, sizes, mesh, itemsize=itemsize, phases=phases, keep=keep)
+        return _GATHER.cost(plan, query)
 
 
 def _axes(plan: MatmulPlan) -> list[str]:
@@ -123,7 +106,7 @@ def _note(group: Group, x: Tensor, w: Tensor, column: bool) -> AbstractContextMa
 
 def _gradients(
     found: Channel | None, group: Group, x: Tensor, w: Tensor, dy: Tensor, column: bool, wants: tuple[bool, bool]
-) -> tuple[Tensor | None, Tensor | None]:
+) -> Pair:
     """Compute both gradients over a channel; without one as an operation of a compiled graph."""
     calls = []
     if not column:

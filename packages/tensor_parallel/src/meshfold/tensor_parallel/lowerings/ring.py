@@ -26,9 +26,10 @@ import torch
 from torch import Tensor
 
 from meshfold.mesh import Mesh, Pending, collectives
-from meshfold.tensor_parallel.cost import Cost, CostBuilder
+from meshfold.tensor_parallel.cost import Cost, CostBuilder, CostQuery
 from meshfold.tensor_parallel.lowerings.common import (
     INPUTS,
+    Pair,
     Sum,
     brick_sizes,
     factors,
@@ -68,16 +69,8 @@ class Ring:
         return y.wait(), whole["x"] if "x" in keep else None, whole["w"] if "w" in keep else None
 
     def backward(
-        self,
-        plan: MatmulPlan,
-        mesh: Mesh,
-        x: Tensor,
-        w: Tensor,
-        dy: Tensor,
-        *,
-        wants: tuple[bool, bool],
-        kept: tuple[Tensor | None, Tensor | None],
-    ) -> tuple[Tensor | None, Tensor | None]:
+        self, plan: MatmulPlan, mesh: Mesh, x: Tensor, w: Tensor, dy: Tensor, *, wants: tuple[bool, bool], kept: Pair
+    ) -> Pair:
         want_dx, want_dw = wants
         sizes = brick_sizes(plan, mesh, x.shape, w.shape[0])
         both: dict[Operand, Tensor | None] = {"x": kept[0], "w": kept[1]}
@@ -96,17 +89,9 @@ class Ring:
             dw, _ = products["w"].run(coming["w"], frozenset())
         return dx.wait() if dx is not None else None, dw.wait() if dw is not None else None
 
-    def cost(
-        self,
-        plan: MatmulPlan,
-        sizes: Mapping[str, int],
-        mesh: Mesh,
-        *,
-        itemsize: int,
-        phases: tuple[Phase, ...],
-        keep: frozenset[str],
-    ) -> Cost:
-        cost = CostBuilder(mesh, itemsize)
+    def cost(self, plan: MatmulPlan, query: CostQuery) -> Cost:
+        sizes, mesh, phases, keep = query.sizes, query.mesh, query.phases, query.keep
+        cost = CostBuilder(mesh, query.itemsize)
         local = {dim: sizes[dim] // mesh.size(*axes) for dim, axes in plan.compute.items()}
         if "forward" in phases:
             _Product(plan, mesh, "y", local, arrived=frozenset()).count(cost, "forward")

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from meshfold.mesh import LayoutError, Mesh, did_you_mean
 from meshfold.mesh.recording import Kind
-from meshfold.tensor_parallel.cost import Cost, CostEntry
-from meshfold.tensor_parallel.lowerings.common import Lowering, brick_sizes
+from meshfold.tensor_parallel.cost import Cost, CostEntry, CostQuery
+from meshfold.tensor_parallel.lowerings.common import Lowering, Pair, brick_sizes
 from meshfold.tensor_parallel.lowerings.gather import Gather
 from meshfold.tensor_parallel.lowerings.push import Push
 from meshfold.tensor_parallel.lowerings.ring import Ring
@@ -113,7 +113,8 @@ def estimate(
     keep: frozenset[str] = frozenset(),
 ) -> float:
     """Return the seconds for forward and backward of a plan executed in one of :data:`WAYS`."""
-    cost = WAYS[lowering].cost(plan, sizes, mesh, itemsize=itemsize, phases=_PHASES, keep=keep)
+    query = CostQuery(sizes=sizes, mesh=mesh, itemsize=itemsize, phases=_PHASES, keep=keep)
+    cost = WAYS[lowering].cost(plan, query)
     multiply = 2.0 / machine.flops
     for dim, axes in plan.compute.items():
         multiply *= sizes[dim] / mesh.size(*axes)
@@ -171,30 +172,12 @@ class Auto:
         return _way(plan, mesh, x, w).forward(plan, mesh, x, w, keep)
 
     def backward(
-        self,
-        plan: MatmulPlan,
-        mesh: Mesh,
-        x: Tensor,
-        w: Tensor,
-        dy: Tensor,
-        *,
-        wants: tuple[bool, bool],
-        kept: tuple[Tensor | None, Tensor | None],
-    ) -> tuple[Tensor | None, Tensor | None]:
+        self, plan: MatmulPlan, mesh: Mesh, x: Tensor, w: Tensor, dy: Tensor, *, wants: tuple[bool, bool], kept: Pair
+    ) -> Pair:
         return _way(plan, mesh, x, w).backward(plan, mesh, x, w, dy, wants=wants, kept=kept)
 
-    def cost(
-        self,
-        plan: MatmulPlan,
-        sizes: Mapping[str, int],
-        mesh: Mesh,
-        *,
-        itemsize: int,
-        phases: tuple[Phase, ...],
-        keep: frozenset[str],
-    ) -> Cost:
-        way = WAYS[choose(plan, sizes, mesh, itemsize)]
-        return way.cost(plan, sizes, mesh, itemsize=itemsize, phases=phases, keep=keep)
+    def cost(self, plan: MatmulPlan, query: CostQuery) -> Cost:
+        return WAYS[choose(plan, query.sizes, query.mesh, query.itemsize)].cost(plan, query)
 
 
 def _way(plan: MatmulPlan, mesh: Mesh, x: Tensor, w: Tensor) -> Lowering:
@@ -271,7 +254,7 @@ def matmul_cost(
     """
     plan.check_sizes(sizes, mesh)
     found = find_lowering(lowering, plan)
-    return found.cost(plan, sizes, mesh, itemsize=itemsize, phases=phases, keep=keep)
+    return found.cost(plan, CostQuery(sizes=sizes, mesh=mesh, itemsize=itemsize, phases=phases, keep=keep))
 
 
 def _cost(self: MatmulPlan, *args: Any, **kwargs: Any) -> Cost:

@@ -27,8 +27,8 @@ import torch
 from torch import Tensor
 
 from meshfold.mesh import LayoutError, Mesh, Pending, collectives
-from meshfold.tensor_parallel.cost import Cost, CostBuilder
-from meshfold.tensor_parallel.lowerings.common import Sum, factors, split_axes
+from meshfold.tensor_parallel.cost import Cost, CostBuilder, CostQuery
+from meshfold.tensor_parallel.lowerings.common import Pair, Sum, factors, split_axes
 from meshfold.tensor_parallel.lowerings.gather import start_gather, start_leave, start_scatter, start_sum
 from meshfold.tensor_parallel.plan import MatmulPlan, Operand, Phase
 
@@ -135,16 +135,8 @@ class Summa:
         return leaving.wait(), whole.get("x"), whole.get("w")
 
     def backward(
-        self,
-        plan: MatmulPlan,
-        mesh: Mesh,
-        x: Tensor,
-        w: Tensor,
-        dy: Tensor,
-        *,
-        wants: tuple[bool, bool],
-        kept: tuple[Tensor | None, Tensor | None],
-    ) -> tuple[Tensor | None, Tensor | None]:
+        self, plan: MatmulPlan, mesh: Mesh, x: Tensor, w: Tensor, dy: Tensor, *, wants: tuple[bool, bool], kept: Pair
+    ) -> Pair:
         panels = Panels.of(plan, mesh, x.shape[1], w.shape[1])
         coming_dy = start_gather(plan, mesh, "y", dy)
         made: dict[Operand, Tensor] = {}
@@ -190,17 +182,9 @@ class Summa:
             summing["w"].wait() if "w" in summing else None,
         )
 
-    def cost(
-        self,
-        plan: MatmulPlan,
-        sizes: Mapping[str, int],
-        mesh: Mesh,
-        *,
-        itemsize: int,
-        phases: tuple[Phase, ...],
-        keep: frozenset[str],
-    ) -> Cost:
-        cost = CostBuilder(mesh, itemsize)
+    def cost(self, plan: MatmulPlan, query: CostQuery) -> Cost:
+        sizes, mesh, phases, keep = query.sizes, query.mesh, query.phases, query.keep
+        cost = CostBuilder(mesh, query.itemsize)
         local = {operand: plan.local_sizes(operand, sizes, mesh) for operand in ("x", "w", "y")}
         panels = Panels.of(plan, mesh, local["x"][plan.k], local["w"][plan.k])
         rows: dict[Operand, int] = {"x": local["x"][plan.m], "w": local["w"][plan.n]}
