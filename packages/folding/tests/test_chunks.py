@@ -88,6 +88,20 @@ def test_settings_that_cannot_be_right() -> None:
         MemorySettings(recompute="block")
 
 
+@pytest.mark.parametrize(("mode", "axes"), [("dap", {"axial": 2}), ("grid", {"row": 1, "col": 2})])
+@ranks(2)
+def test_inference_in_chunks_over_2_ranks(mode: str, axes: dict[str, int]) -> None:
+    """A product takes several steps in each part in channels."""
+    tensors, masks = inputs_of("pairformer", 6, 7)
+    wanted = model_of("pairformer", 1, 0.0).eval()(*tensors, *masks)
+    model = model_of("pairformer", 1, 0.0).eval()
+    parallelize_folding(model, Mesh(axes), mode, memory=MemorySettings(chunk_bytes=2000))
+    with torch.no_grad():
+        got = model(*tensors, *masks)
+    for a, b in zip(got, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+
+
 def test_small_chunks_read_pairs_a_few_times() -> None:
     """The smallest chunks of inference on one rank move less than 2.5 times the bytes of whole updates."""
     with torch.device("meta"):

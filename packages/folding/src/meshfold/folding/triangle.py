@@ -25,6 +25,8 @@ from meshfold.folding.shapes import flat, flat_mask, flat_target
 from meshfold.folding.state_names import accept_names
 from meshfold.tensor_parallel import CostEntry
 
+STEPS = 8
+"""Steps of a product over ranks within a part in channels, without gradients: what they gather is a few lines of each rank's."""
 CHANNELS = 8
 """Parts of a product have a multiple of so many channels: GPUs multiply matrices whose rows are aligned to 16 bytes."""
 
@@ -93,7 +95,7 @@ class EdgeMultiplication(nn.Module):
         if parts.is_whole:
             z = self.normalise(z)
             a, b, logits = self.operands(z, pair_mask)
-            x = self._multiply(a, b)
+            x = self._multiply(a, b, axes)
             del a, b
             x = self.emit(x)
             x = functions.gate(x, self.gate_logits(z) if logits is None else logits)
@@ -104,8 +106,11 @@ class EdgeMultiplication(nn.Module):
             y = self._by_rows(z, pair_mask, flat_target(into, 3))
             return y.view(*lead, *y.shape[1:]) if into is None else into
 
+        axes = self.axes if torch.is_grad_enabled() else replace(self.axes, product_steps=STEPS)
+
         def some_channels(first: int, size: int) -> Tensor:
-            return self._multiply(*self._operands_by_rows(z, pair_mask, slice(first, first + size)))
+            a, b = self._operands_by_rows(z, pair_mask, slice(first, first + size))
+            return self._multiply(a, b, axes)
 
         x = run_parts(parts, some_channels, 3)
 
@@ -159,9 +164,11 @@ class EdgeMultiplication(nn.Module):
 
     def channel_parts(self, z: Tensor, gradients: bool | None = None) -> Parts:
         """Return the parts of the product for a block ``b i j c``, in channels of edges."""
+        gradients = torch.is_grad_enabled() if gradients is None else gradients
         # Two operands, the gathered one and partial sums, with copies that a batched product makes.
         gathered = self.axes.multiple if self.axes.is_split else 1
-        line = z[..., 0].numel() * z.element_size() * (7 + 2 * gathered)
+        lines = 7 + 2 * gathered if gradients or not self.axes.is_split else 4 + (2 + 2 * gathered) / STEPS
+        line = int(z[..., 0].numel() * z.element_size() * lines)
         return Parts.of(self.axes.memory, self.edge_channels, line, gradients, multiple=CHANNELS)
 
     def _row_parts(self, z: Tensor, numbers: int) -> Parts:
@@ -185,10 +192,10 @@ class EdgeMultiplication(nn.Module):
         both = run_parts(replace(parts, recompute=parts.count > 1), compute, 1 if split else 2)
         return (both if split else both.permute(0, 2, 3, 1)).chunk(2, -1)
 
-    def _multiply(self, a: Tensor, b: Tensor) -> Tensor:
+    def _multiply(self, a: Tensor, b: Tensor, axes: Axes) -> Tensor:
         if self.outgoing:
-            return edge_product(self.axes, a, b)
-        turned = edge_product(self.axes.turned, b.transpose(1, 2), a.transpose(1, 2))
+            return edge_product(axes, a, b)
+        turned = edge_product(axes.turned, b.transpose(1, 2), a.transpose(1, 2))
         return turned.transpose(1, 2)
 
 

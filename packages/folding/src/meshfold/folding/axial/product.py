@@ -113,6 +113,8 @@ class _Product(torch.autograd.Function):
         width = cells.shape[2]
         y = x.new_empty(b, x.shape[1], product.cells_y, width, c)
         slices = product.slices(width)
+        if len(slices) > 1:
+            x = x.permute(0, 3, 1, 2).contiguous().permute(0, 2, 3, 1)  # as every step's product of matrices needs it
 
         def fetch(step: int) -> Pending:
             start, length = slices[step]
