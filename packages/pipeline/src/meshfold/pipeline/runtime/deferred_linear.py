@@ -49,10 +49,10 @@ class _Product(torch.autograd.Function):
         ctx.save_for_backward(x, weight, ticket)
         ctx.turned, ctx.site = turned, site
         y = F.linear(x, weight.t() if turned else weight, bias)
-        if x.dim() == 2:
+        if not torch.compiler.is_compiling() and not y._is_view():
             return y
-        # With more than two dims y is a view, and autograd forbids changing a view returned by a Function in place, as
-        # nn.ReLU(inplace=True) after the layer would. Here that is safe: nothing else holds the base of y.
+        # Autograd forbids changing a view returned by a Function in place, as nn.ReLU(inplace=True) after the layer would. With
+        # more than two dims y may be one. Here that is safe: nothing else holds the base of y.
         unviewed: Tensor = torch.ops.aten._unsafe_view(y, y.shape)
         return unviewed
 
