@@ -20,7 +20,7 @@ from meshfold.engine.zero import (
     limits_of,
     plan_for,
     regime_of,
-    workload_of_stages,
+    workload_in_flight,
 )
 from meshfold.kernels import Fp8Weight
 from meshfold.mesh import Entry, Log, Mesh, record
@@ -339,21 +339,22 @@ class StageProblem:
             stages: of the rank.
             microbatches: of a micro-step.
         """
-        workload = workload_of_stages(
+        one = workload_of(
             self.trace,
             self.chunks,
-            InFlight(live=live, stages=stages, microbatches=microbatches),
-            accumulation=self.accumulation,
             name=self.name,
             regime=self.regime,
             tokens=self.tokens,
             stage=self.spec.stage,
+            accumulation=self.accumulation * microbatches,
             data_ranks=self.world.data_size,
             ranks_per_host=self.ranks_per_host,
             host_base_bytes=PROCESS_BYTES,
             reshards=self.spec.reshard_after_forward,
+            whole_gradients=self.world.data_size > 1,
         )
-        workload = replace(workload, recomputed=self.recomputed)
+        flying = InFlight(live=live, stages=stages, microbatches=microbatches)
+        workload = replace(workload_in_flight(one, self.trace, flying), recomputed=self.recomputed)
         found, refusal, memory = fit(self.spec, workload, self.rates, self.channels)
         return Solved(
             plan=found,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from meshfold.engine.zero.measured_plans import InFlight, workload_of_stages
+from meshfold.engine.zero.measured_plans import InFlight, workload_in_flight
 from meshfold.engine.zero.memory import PROCESS_BYTES, largest_output
 from meshfold.engine.zero.plan import limits_of, plan_for, regime_of
 from meshfold.engine.zero.states import ZeroStates
@@ -15,5 +15,5 @@ __all__ = [
     "limits_of",
     "plan_for",
     "regime_of",
-    "workload_of_stages",
+    "workload_in_flight",
 ]

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Any
 
 from torch import nn
 
@@ -36,7 +35,7 @@ from meshfold.zero_gemini.planner import (
     evaluate_placement,
     recost,
 )
-from meshfold.zero_gemini.profiler import ChunkUse, PhaseSeconds, Trace, workload_of
+from meshfold.zero_gemini.profiler import PhaseSeconds, Trace, workload_of
 
 CONTEXT_BYTES = 600 * 2**20
 """What CUDA and its libraries take of a device besides what the allocator counts."""
@@ -86,25 +85,27 @@ class MeasuredPlans:
             host=self._wants_host,
             timings=watcher.timings,
         )
-        common: dict[str, Any] = dict(
+        microbatches = 1 if flying is None else flying.microbatches
+        workload = workload_of(
+            measured.trace,
+            self._gemini.uses(),
             name=type(self._model).__name__,
             regime=self._regime,
+            tokens=watcher.tokens * microbatches,
             stage=spec.stage,
-            accumulation=self._accumulation,
+            accumulation=self._accumulation * microbatches,
             data_ranks=world.data_size,
             ranks_per_host=ranks_per_host(world.mesh.world_size),
             reshards=spec.reshard_after_forward,
             host_base_bytes=measured.host_base_bytes,
+            clipping=flying is not None or self._gemini.holds_gradients,
+            whole_gradients=flying is not None and world.data_size > 1,
         )
-        uses, tokens = self._gemini.uses(), watcher.tokens
-        if flying is None:
-            holds = self._gemini.holds_gradients
-            workload = workload_of(measured.trace, uses, tokens=tokens, clipping=holds, **common)
-            if holds and self._gemini.steps_alike >= SPECULATE_AFTER_STEPS:
-                workload = expecting_alike(workload)
-            return workload, measured.machine
-        tokens *= flying.microbatches
-        return workload_of_stages(measured.trace, uses, flying, tokens=tokens, **common), measured.machine
+        if flying is not None:
+            workload = workload_in_flight(workload, measured.trace, flying)
+        elif self._gemini.holds_gradients and self._gemini.steps_alike >= SPECULATE_AFTER_STEPS:
+            workload = expecting_alike(workload)
+        return workload, measured.machine
 
     def seen(
         self,
@@ -217,54 +218,22 @@ class InFlight:
     microbatches: int
 
 
-def workload_of_stages(
-    trace: Trace,
-    chunks: Sequence[ChunkUse],
-    flying: InFlight,
-    *,
-    accumulation: int,
-    name: str,
-    regime: Regime,
-    tokens: int,
-    stage: int,
-    data_ranks: int,
-    ranks_per_host: int,
-    host_base_bytes: int,
-    reshards: bool = True,
-) -> Workload:
-    """Return an optimizer step of one pipeline rank as an input of Gemini's planner.
+def workload_in_flight(one: Workload, trace: Trace, flying: InFlight) -> Workload:
+    """Return the workload of a pipeline's rank, which holds the activations of several micro-batches.
 
-    The rank runs forward and backward of each micro-batch like an accumulation of as many micro-steps. It also holds the
-    activations of other micro-batches in flight, and gradients of whole chunks, which are summed over the data
-    axes once a step.
+    The rank runs forward and backward of each micro-batch like an accumulation of as many micro-steps. It also holds gradients of
+    whole chunks, which are summed over the data axes once a step.
 
     Args:
+        one: the workload as if one micro-batch was held at a time, with a micro-step for each and ``whole_gradients`` over ranks.
         trace: of F of its stages on one micro-batch, in order, and of their backwards.
-        chunks: of the rank.
         flying: stages and micro-batches that the schedule holds at once.
-        accumulation: micro-steps of an optimizer step.
-        name, regime, tokens, stage, data_ranks, ranks_per_host, host_base_bytes, reshards: as
-            :func:`meshfold.zero_gemini.profiler.workload_of` takes them.
     """
-    made = workload_of(
-        trace,
-        chunks,
-        name=name,
-        regime=regime,
-        tokens=tokens,
-        stage=stage,
-        accumulation=accumulation * flying.microbatches,
-        data_ranks=data_ranks,
-        ranks_per_host=ranks_per_host,
-        host_base_bytes=host_base_bytes,
-        reshards=reshards,
-        whole_gradients=data_ranks > 1,
-    )
     at_once = -(-flying.live // flying.stages)  # micro-batches in flight; the trace counted one
     last, end = trace.timesteps[trace.forward_timesteps - 1], trace.timesteps[-1]
     others = (at_once - 1) * max(0, last.left_bytes - end.left_bytes)
     return replace(
-        made,
-        non_model_bytes=tuple(value + others for value in made.non_model_bytes),
-        layers=tuple(replace(layer, kept_bytes=layer.kept_bytes * at_once) for layer in made.layers),
+        one,
+        non_model_bytes=tuple(value + others for value in one.non_model_bytes),
+        layers=tuple(replace(layer, kept_bytes=layer.kept_bytes * at_once) for layer in one.layers),
     )
