@@ -25,7 +25,6 @@ from meshfold.kernels import (
     shared_columns,
 )
 from meshfold.mesh import Mesh, Pending, collectives
-from meshfold.tensor_parallel.cost import Cost, CostQuery
 from meshfold.tensor_parallel.fp8_cast_products import Fp8CastProducts, bind_fp8_cast_products
 from meshfold.tensor_parallel.lowerings.common import Pair
 from meshfold.tensor_parallel.lowerings.gather import Gather, start_gather, start_leave
@@ -82,8 +81,12 @@ def without_outer_ranks() -> Iterator[None]:
         _alone.pop()
 
 
-class Fp8Gather:
-    """The gather lowering with operands in fp8. One object for each plan, mesh, recipe and outer axes: it is a key."""
+class Fp8Gather(Gather):
+    """The gather lowering with operands in fp8. One object for each plan, mesh, recipe and outer axes: it is a key.
+
+    Its collectives are those of the gather lowering: operands travel in their own dtype, and an amax is a few bytes. Its groups are
+    made when the maximum is bound.
+    """
 
     def __init__(self, recipe: Fp8Recipe, maximum: Fp8Maximum) -> None:
         """Args:
@@ -91,13 +94,6 @@ class Fp8Gather:
         maximum: maps the amax of a gathered operand to the whole operand's.
         """
         self._recipe, self._maximum = recipe, maximum
-
-    def refuses(self, plan: MatmulPlan) -> str:
-        """Return an empty string: every plan can be executed."""
-        return ""
-
-    def prepare(self, plan: MatmulPlan, mesh: Mesh) -> None:
-        """Do nothing: groups are made when the maximum is bound."""
 
     def forward(
         self, plan: MatmulPlan, mesh: Mesh, x: Tensor, w: Tensor, keep: frozenset[str]
@@ -159,10 +155,6 @@ class Fp8Gather:
         return mesh.once(
             ("fp8 cast products", plan, self), lambda: bind_fp8_cast_products(self._recipe, forward, backward)
         )
-
-    def cost(self, plan: MatmulPlan, query: CostQuery) -> Cost:
-        """Return the collectives of the gather lowering: operands travel in their own dtype; an amax is a few bytes."""
-        return Gather().cost(plan, query)
 
 
 def bind_fp8_lowering(plan: MatmulPlan, mesh: Mesh, recipe: Fp8Recipe, outer_axes: tuple[str, ...]) -> Fp8Gather:

@@ -17,17 +17,17 @@ from meshfold.mesh import Group, Mesh, Pending
 from meshfold.mesh.collectives import note_call
 from meshfold.mesh.collectives.push import Channel, channel
 from meshfold.mesh.processes import running_world
-from meshfold.tensor_parallel.cost import Cost, CostQuery
 from meshfold.tensor_parallel.lowerings import push_products as products
 from meshfold.tensor_parallel.lowerings.common import Pair
 from meshfold.tensor_parallel.lowerings.gather import Gather, start_sum
 from meshfold.tensor_parallel.plan import MatmulPlan
 
-_GATHER = Gather()
 
+class Push(Gather):
+    """Products of rows as they arrive, and of rows that are sent at the same time; the same collectives, pushed.
 
-class Push:
-    """Products of rows as they arrive, and of rows that are sent at the same time."""
+    Where nothing can be pushed, it is the gather lowering.
+    """
 
     def refuses(self, plan: MatmulPlan) -> str:
         """Return a reason for plans that gather or scatter anything but the rows of x or y over one axis."""
@@ -46,7 +46,7 @@ class Push:
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         group, column = _group(plan, mesh), bool(plan.steps("x"))
         if keep or group.size == 1:
-            return _GATHER.forward(plan, mesh, x, w, keep)
+            return super().forward(plan, mesh, x, w, keep)
         size = x.numel() if column else x.shape[0] // group.size * w.shape[0]
         if torch.compiler.is_compiling():
             _note(group, x, w, column)
@@ -55,7 +55,7 @@ class Push:
         else:
             found = channel(group, x.device, size * x.element_size())
             if found is None:
-                return _GATHER.forward(plan, mesh, x, w, keep)
+                return super().forward(plan, mesh, x, w, keep)
             with _note(group, x, w, column):
                 product = products.gather_product if column else products.scatter_product
                 y = product(found, x.contiguous(), w.t())
@@ -66,22 +66,18 @@ class Push:
     ) -> Pair:
         group, column = _group(plan, mesh), bool(plan.steps("x"))
         if kept != (None, None) or group.size == 1:
-            return _GATHER.backward(plan, mesh, x, w, dy, wants=wants, kept=kept)
+            return super().backward(plan, mesh, x, w, dy, wants=wants, kept=kept)
         found: Channel | None = None
         if not torch.compiler.is_compiling():
             found = channel(group, x.device, (x if column else dy).numel() * x.element_size())
             if found is None:
-                return _GATHER.backward(plan, mesh, x, w, dy, wants=wants, kept=kept)
+                return super().backward(plan, mesh, x, w, dy, wants=wants, kept=kept)
         dx, dw = _gradients(found, group, x, w, dy, column, wants)
         if dx is not None:
             dx = start_sum(plan, mesh, "x", Pending(dx, None)).wait()
         if dw is not None:
             dw = start_sum(plan, mesh, "w", Pending(dw, None)).wait()
         return dx, dw
-
-    def cost(self, plan: MatmulPlan, query: CostQuery) -> Cost:
-        """Return the collectives of the gather lowering, which are pushed here."""
-        return _GATHER.cost(plan, query)
 
 
 def _axes(plan: MatmulPlan) -> list[str]:
