@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from integration_tests.house import PACKAGES
 from meshfold import kernels as K
 from meshfold.engine.model.fp8_linear import Fp8Products
-from meshfold.experts import ExpertRows, activated_matmul, gathered_matmul, grouped_matmul
+from meshfold.experts import grouped_matmul
 from meshfold.kernels import Nf4Linear
 from meshfold.mesh import Mesh, Placement
 from meshfold.mesh.collectives import primitives
@@ -218,12 +218,6 @@ KERNELS = (
     ),
 )
 
-
-def rows_of(tokens: Tensor, weights: Tensor | None = None) -> ExpertRows:
-    """Rows of three experts."""
-    return ExpertRows(tokens=tokens, pairs=PAIRS, places=PLACES, ends=ENDS, counts=(2, 0, 3), weights=weights)
-
-
 EXPERTS = (
     Case(
         "experts.grouped._Grouped",
@@ -231,25 +225,6 @@ EXPERTS = (
         1,
         of_shapes(lambda x, w: grouped_matmul(x, w, ENDS, (2, 0, 3)), (5, WIDTH), (3, WIDTH, WORDS)),
         breaks="where a weight begins in its storage decides whether torch's grouped_mm takes it",
-    ),
-    Case(
-        "experts.row_products._Gathered",
-        "",
-        1,
-        of_shapes(lambda x, w: gathered_matmul(rows_of(x), w), (4, WIDTH), (3, WIDTH, WORDS)),
-        breaks="as of experts.grouped._Grouped",
-    ),
-    Case(
-        "experts.row_products._Activated",
-        "",
-        1,
-        of_shapes(
-            lambda x, weights, w: activated_matmul(x, rows_of(x, weights), w),
-            (5, WIDTH),
-            (5,),
-            (3, WIDTH // 2, WORDS),
-        ),
-        breaks="as of experts.grouped._Grouped",
     ),
 )
 

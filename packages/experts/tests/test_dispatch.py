@@ -207,10 +207,9 @@ def test_rows_of_nobody_change_neither_results_nor_gradients() -> None:
             seen.append(rows.values.shape[0] - int(rows.filled))
             values = _Poison.apply(rows.values, rows.filled)
             of_rows = None if rows.weights is None else _Poison.apply(rows.weights, rows.filled)
-            own = torch.arange(values.shape[0])  # the rows as tokens with one row each
-            places = torch.where(own < rows.filled, own, -1).unsqueeze(1)
-            poisoned = replace(rows, tokens=values, pairs=own, places=places, weights=of_rows)
-            return _Poison.apply(feed_forward(layout, experts, poisoned), rows.filled)
+            return _Poison.apply(
+                feed_forward(layout, experts, replace(rows, values=values, weights=of_rows)), rows.filled
+            )
 
         found = []
         for poisons in (False, True):

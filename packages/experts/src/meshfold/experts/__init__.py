@@ -27,7 +27,6 @@ from meshfold.experts.layer import Experts, MixtureOfExperts, SharedExpert
 from meshfold.experts.losses import balance_loss, z_loss
 from meshfold.experts.routers import Router, SigmoidRouter, SoftmaxRouter, update_selection_bias
 from meshfold.experts.routing import Routing, sigmoid_top_k, softmax_top_k
-from meshfold.experts.row_products import activated_matmul, gathered_matmul
 from meshfold.experts.shard import DispatchingForward, ExpertShard, ShardedExperts, shard_experts
 from meshfold.experts.upcycling import upcycle
 
@@ -49,14 +48,12 @@ __all__ = [
     "SharedExpert",
     "SigmoidRouter",
     "SoftmaxRouter",
-    "activated_matmul",
     "balance_loss",
     "balance_loss_of",
     "chosen_exchange",
     "dispatch",
     "feed_forward",
     "find_experts",
-    "gathered_matmul",
     "grouped_matmul",
     "keep_routing",
     "keeper_of",

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from meshfold.experts.counting import rank_places
 from meshfold.experts.exchange import Exchange, send_back, send_routing
-from meshfold.experts.expert_rows import ExpertRows, Run
+from meshfold.experts.expert_rows import ExpertRows, RowSource, Run
 from meshfold.experts.ways import ToAll, ToSome, Way
 from meshfold.kernels import expert_places, pairs_of, sum_rows, take_rows
 from meshfold.mesh import Group, SpecError, all_gather, all_to_all
@@ -288,7 +288,13 @@ def _here(
     if weighs:
         of_rows = take_rows(weights.reshape(-1, 1), pairs, places.reshape(-1, 1)).squeeze(1)
     outputs = run(
-        ExpertRows(tokens=tokens, pairs=pairs, places=places, ends=ends, counts=counts, weights=of_rows, keeps=keeps)
+        ExpertRows(
+            values=take_rows(tokens, pairs, places),
+            ends=ends,
+            counts=counts,
+            weights=of_rows,
+            source=None if keeps else RowSource(tokens=tokens, pairs=pairs, places=places),
+        )
     )
     return sum_rows(outputs.to(tokens.dtype), pairs, places, None if weighs else weights)
 

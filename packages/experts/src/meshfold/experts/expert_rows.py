@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from torch import Tensor
 
-from meshfold.kernels import take_rows
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowSource:
+    """The tokens that rows are copied from: backward copies them again, so that they need not be kept.
+
+    Attributes:
+        tokens: [n, h].
+        pairs, places: as for :func:`meshfold.kernels.take_rows`.
+    """
+
+    tokens: Tensor
+    pairs: Tensor
+    places: Tensor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -16,29 +28,19 @@ class ExpertRows:
     """The rows that experts work on.
 
     Attributes:
-        tokens: [n, h], of which rows are copies.
-        pairs, places: the token of each row and the rows of each token, as for :func:`meshfold.kernels.take_rows`.
+        values: [m, h], sorted by expert. Rows after ``ends[-1]`` are undefined and may be NaN: their outputs are not read, and they
+            give no gradient.
         ends: [e] int32, on the device: the row after the last of each expert.
         counts: the numbers of rows, where the host knows them; else None.
         weights: [m]: of the outputs, for experts that weigh them; else None. Undefined where ``values`` are.
-        keeps: keep rows for backward instead of copying them from the tokens again.
+        source: of ``values``, if backward should copy them again instead of keeping them.
     """
 
-    tokens: Tensor
-    pairs: Tensor
-    places: Tensor
+    values: Tensor
     ends: Tensor
     counts: Sequence[int] | None = None
     weights: Tensor | None = None
-    keeps: bool = True
-
-    @property
-    def values(self) -> Tensor:
-        """[m, h], sorted by expert, copied anew on each access.
-
-        Rows after ``ends[-1]`` are undefined and may be NaN: their outputs are not read, and they give no gradient.
-        """
-        return take_rows(self.tokens, self.pairs, self.places)
+    source: RowSource | None = field(default=None, repr=False)
 
     @property
     def filled(self) -> Tensor:

@@ -9,10 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshfold.experts.expert_rows import ExpertRows
+from meshfold.experts.expert_rows import ExpertRows, RowSource
 from meshfold.experts.grouped import grouped_matmul
-from meshfold.experts.row_products import activated_matmul, gathered_matmul
-from meshfold.kernels import swiglu
+from meshfold.kernels import swiglu, weighted_swiglu
 
 Gate = Callable[[Tensor], Tensor]
 """From gate and up side by side (in any order) to the activation: ``[m, 2·ffn] -> [m, ffn]``."""
@@ -61,21 +60,18 @@ def feed_forward(layout: ExpertLayout, experts: nn.Module, rows: ExpertRows, *, 
         sharing: the inner dim of the experts is split into so many parts; each rank adds 1/sharing of the last bias.
     """
 
-    def matrix(name: str) -> Tensor:
-        found: Tensor = experts.get_parameter(name)
-        return found if layout.transposed else found.transpose(1, 2)
-
-    def plus(y: Tensor, bias: str | None, parts: int = 1) -> Tensor:
+    def linear(x: Tensor, weight: str, bias: str | None, parts: int = 1, source: RowSource | None = None) -> Tensor:
+        matrix: Tensor = experts.get_parameter(weight)
+        turned = matrix if layout.transposed else matrix.transpose(1, 2)
+        y = grouped_matmul(x, turned, rows.ends, rows.counts, source)
         if bias is None:
             return y
-        shift = _of_rows(experts.get_parameter(bias), rows.ends, y.shape[0])
+        shift = _of_rows(experts.get_parameter(bias), rows.ends, x.shape[0])
         return y + (shift if parts == 1 else shift / parts)
 
-    both = plus(gathered_matmul(rows, matrix(layout.gate_up)), layout.gate_up_bias)
-    if rows.weights is not None:
-        return activated_matmul(both, rows, matrix(layout.down))
-    y = grouped_matmul(layout.gate(both), matrix(layout.down), rows.ends, rows.counts)
-    return plus(y, layout.down_bias, sharing)
+    both = linear(rows.values, layout.gate_up, layout.gate_up_bias, source=rows.source)
+    hidden = layout.gate(both) if rows.weights is None else weighted_swiglu(both, rows.weights, rows.filled)
+    return linear(hidden, layout.down, layout.down_bias, sharing)
 
 
 def _of_rows(bias: Tensor, ends: Tensor, rows: int) -> Tensor:

@@ -15,11 +15,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshfold.experts.expert_rows import RowSource
+from meshfold.kernels import take_rows
+
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _ALIGNMENT = 16  # bytes
 
 
-def grouped_matmul(x: Tensor, weight: Tensor, ends: Tensor, counts: Sequence[int] | None = None) -> Tensor:
+def grouped_matmul(
+    x: Tensor,
+    weight: Tensor,
+    ends: Tensor,
+    counts: Sequence[int] | None = None,
+    source: RowSource | None = None,
+) -> Tensor:
     """Multiply the rows of each expert by its matrix: ``[m, a], [e, a, b] -> [m, b]``.
 
     Args:
@@ -27,6 +36,7 @@ def grouped_matmul(x: Tensor, weight: Tensor, ends: Tensor, counts: Sequence[int
         weight: a matrix for each expert; a transposed view costs nothing.
         ends: [e] int32: the row after the last of each expert. Rows after ``ends[-1]`` are not read; their results are undefined.
         counts: rows of each expert, if the host knows them; then the loop needs no synchronisation.
+        source: of x; backward copies x from it again, and only the source is kept.
 
     Returns:
         in the dtype of x; gradients of experts without rows are zero.
@@ -38,43 +48,46 @@ def grouped_matmul(x: Tensor, weight: Tensor, ends: Tensor, counts: Sequence[int
         raise ValueError(
             f"grouped_matmul takes [m, a], [e, a, b] and ends [e], got {list(x.shape)}, {list(weight.shape)} and {list(ends.shape)}"
         )
-    x, weight = in_autocast(x, weight)
-    y: Tensor = _Grouped.apply(x, weight, ends, counts)
-    return y
-
-
-def in_autocast(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the operands in the dtype of autocast, if that is on."""
     if x.device.type != "meta" and torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
-        return x.to(dtype), weight.to(dtype)
-    return x, weight
+        x, weight = x.to(dtype), weight.to(dtype)
+    if source is None:
+        y: Tensor = _Grouped.apply(x, weight, ends, counts)
+        return y
+    again: Tensor = _Grouped.apply(x, weight, ends, counts, source.tokens, source.pairs, source.places)
+    return again
 
 
 class _Grouped(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, ends: Tensor, counts: Sequence[int] | None) -> Tensor:
-        ctx.save_for_backward(x, weight, ends)
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, ends: Tensor, counts: Sequence[int] | None, *source: Tensor
+    ) -> Tensor:
+        ctx.save_for_backward(weight, ends, *(source or (x,)))
         ctx.counts = counts
-        return rows_times(x, weight, ends, counts)
+        return _rows_times(x, weight, ends, counts)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dy: Tensor) -> Any:
-        x, weight, ends = ctx.saved_tensors
+        weight, ends, x, *taken_by = ctx.saved_tensors
         dy = dy.contiguous()
-        needs_x, needs_weight, *_ = ctx.needs_input_grad
-        dx = rows_times(dy, weight.transpose(1, 2), ends, ctx.counts) if needs_x else None
-        dweight = weight_gradient(x, dy, weight, ends, ctx.counts) if needs_weight else None
-        return dx, dweight, None, None
+        needs_x, needs_weight, *more = ctx.needs_input_grad
+        dx = _rows_times(dy, weight.transpose(1, 2), ends, ctx.counts) if needs_x else None
+        dweight = None
+        if needs_weight:
+            if taken_by:
+                pairs, places = taken_by
+                x = take_rows(x, pairs, places)
+            dweight = _outer(x, dy, weight, ends, ctx.counts)
+        return dx, dweight, *(None for _ in more)
 
 
-def rows_times(x: Tensor, weight: Tensor, ends: Tensor, counts: Sequence[int] | None) -> Tensor:
-    """Return what :func:`grouped_matmul` does, without a gradient."""
+def _rows_times(x: Tensor, weight: Tensor, ends: Tensor, counts: Sequence[int] | None) -> Tensor:
     return _product(x.contiguous(), weight, ends, counts)
 
 
-def weight_gradient(x: Tensor, dy: Tensor, weight: Tensor, ends: Tensor, counts: Sequence[int] | None) -> Tensor:
+def _outer(x: Tensor, dy: Tensor, weight: Tensor, ends: Tensor, counts: Sequence[int] | None) -> Tensor:
     """Return the gradient of the weights ``[e, a, b]``, in the weights' memory layout."""
     turned = weight.stride(1) < weight.stride(2)  # the parameter is [e, b, a]
     left, right = (dy, x.contiguous()) if turned else (x.contiguous(), dy)

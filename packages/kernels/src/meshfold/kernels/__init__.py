@@ -16,7 +16,6 @@ from meshfold.kernels.activations import (
     swiglu,
     swiglu2,
     weighted_swiglu,
-    weighted_swiglu_gradients,
 )
 from meshfold.kernels.adam import (
     AdamSettings,
@@ -298,7 +297,6 @@ __all__ = [
     "use",
     "weight_scales",
     "weighted_swiglu",
-    "weighted_swiglu_gradients",
     "word_parts",
     "write_gradient",
 ]

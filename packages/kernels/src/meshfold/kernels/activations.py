@@ -77,24 +77,6 @@ def weighted_swiglu(gate_up: Tensor, weights: Tensor, filled: Tensor | None = No
     return y
 
 
-def weighted_swiglu_gradients(
-    dy: Tensor, gate_up: Tensor, weights: Tensor, into: Tensor, filled: Tensor | None = None
-) -> Tensor:
-    """Write the gradient of :func:`weighted_swiglu`'s first argument into a tensor, and return the weights'.
-
-    It is for backward passes that need to say where the result lies. It is not differentiable itself.
-
-    Args:
-        dy: gradient of the product, ``m f``.
-        gate_up, weights, filled: as :func:`weighted_swiglu` was given them.
-        into: ``m (2 f)``, contiguous, in the dtype of ``gate_up``.
-    """
-    gate, up = as_rows(gate_up).chunk(2, 1)
-    dgate, dup = into.chunk(2, 1)
-    dweights = dispatch.twin(weighted_gradients, gate_up)(as_rows(dy), gate, up, weights, dgate, dup, filled)
-    return dweights.to(weights.dtype)
-
-
 def swiglu2(gate: Tensor, up: Tensor, *, source: Fp8Source | None = None) -> Tensor:
     """silu(gate) * up of two tensors: ``... f, ... f -> ... f``, in the dtype of ``gate``; ``source`` as of :func:`swiglu`.
 
