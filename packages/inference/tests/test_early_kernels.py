@@ -15,6 +15,7 @@ from meshfold.inference import Sampling, decode, measured
 from meshfold.inference.cache import Rows
 from meshfold.inference.schedule import Request, Span
 from meshfold.kernels import overlap
+from meshfold.kernels.weights_ahead import WeightsAhead, fetch_ahead, take_product
 
 OLD: dict[Tensor, Tensor] = {}
 CPU, WORDS = torch.device("cpu"), 11
@@ -42,10 +43,20 @@ def logits(ids: Tensor, positions: Tensor, rows: Rows) -> Tensor:
 
 
 def generated(
-    monkeypatch: pytest.MonkeyPatch, wrong: Any, early_ms: float, agree: Callable[[bool], bool] | None
+    monkeypatch: pytest.MonkeyPatch,
+    wrong: Any,
+    early_ms: float,
+    agree: Callable[[bool], bool] | None,
+    logits: Callable[[Tensor, Tensor, Rows], Tensor] = logits,
+    plain_ms: Callable[[], float] = lambda: 1.0,
+    asked: list[int] | None = None,
 ) -> tuple[list[Any], list[Graph]]:
-    """Return the tokens of 5 steps and then 3, and the graphs; each takes 1 ms, or ``early_ms``."""
+    """Return the tokens of 5 steps and then 3, and the graphs; each takes 1 ms, or ``early_ms``.
+
+    ``asked``: is emptied before a graph is timed; ``plain_ms`` returns what a graph took whose kernels do not begin early.
+    """
     graphs: list[Graph] = []
+    kept = [] if asked is None else asked
     batch = decode.DecodeBatch(2, 8, 5, 4, 9, CPU, mine=slice(None), whole=True, captures=True)
 
     def captured(run: Callable[[], None]) -> Graph:
@@ -53,8 +64,11 @@ def generated(
         return graphs[-1]
 
     def ms(run: Any) -> float:
+        kept.clear()
         run()
-        return early_ms if run.__self__.early else 1.0
+        found = early_ms if run.__self__.early else plain_ms()
+        kept.clear()
+        return found
 
     monkeypatch.setattr(decode, "captured", captured)
     monkeypatch.setattr(decode, "gpu_ms", ms)
@@ -118,6 +132,27 @@ def test_the_faster_graph_that_is_right(
     assert [re.search(told, str(each.message)) is not None for each in heard] == [True] * bool(told)
     last = max(graphs, key=lambda graph: graph.replays)
     assert last.early == taken and last.replays >= 4 + 3
+
+
+@pytest.mark.parametrize(("ahead_ms", "taken"), [(0.8, True), (1.2, False)])
+def test_weights_are_fetched_ahead_where_that_is_faster(
+    monkeypatch: pytest.MonkeyPatch, ahead_ms: float, taken: bool
+) -> None:
+    asked: list[int] = []
+
+    def ahead(device: torch.device) -> WeightsAhead:
+        return WeightsAhead(device, lambda weights, count: asked.append(count))
+
+    def with_products(ids: Tensor, positions: Tensor, rows: Rows) -> Tensor:
+        fetch_ahead()
+        take_product(ids)
+        return logits(ids, positions, rows)
+
+    wanted, _ = generated(monkeypatch, right, 1.0, None)
+    monkeypatch.setattr(decode, "WeightsAhead", ahead)
+    found, _ = generated(monkeypatch, right, 1.0, bool, with_products, lambda: ahead_ms if asked else 1.0, asked)
+    assert found == wanted
+    assert len(asked) == (4 + 3 if taken else 0)  # by the tokens after the first
 
 
 def test_only_gpus_from_hopper_on_try() -> None:

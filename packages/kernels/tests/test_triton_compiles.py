@@ -140,6 +140,16 @@ def test_sums_over_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert made.compiled == {"one_shot_packets._packets", "one_shot._one_shot"}
 
 
+def test_weights_are_fetched_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    from meshfold.kernels import weights_ahead_triton
+
+    made = Compiler()
+    monkeypatch.setattr(weights_ahead_triton, "launch", made.launch)
+    w = torch.zeros(64, 4096, dtype=torch.bfloat16)
+    weights_ahead_triton.launch_fetch((w, w), w.nbytes)
+    assert made.compiled == {"weights_ahead._fetch"}
+
+
 def test_choices_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     from meshfold.kernels import word_choice_triton
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 
@@ -20,7 +21,7 @@ from meshfold.inference.cache import Rows
 from meshfold.inference.sampling import Sampling, SamplingRows, sample, sampling_rows
 from meshfold.inference.schedule import Request, Span
 from meshfold.inference.split_words import SplitWords
-from meshfold.kernels import overlapped_launches
+from meshfold.kernels import WeightsAhead, overlapped_launches
 
 Logits = Callable[[Tensor, Tensor, Rows], Tensor]
 """ids and positions ``b``, and what attention needs of this rank's rows -> logits ``b v``"""
@@ -170,8 +171,8 @@ class DecodeBatch:
             steps: how many.
             logits: the model; None if there is a graph for what was loaded.
             words: the logits are of these; None: of all.
-            agree: returns whether all ranks that share the model say yes; then a graph whose kernels begin early is tried too,
-                and taken if it is faster and chooses the same. None: it is not tried.
+            agree: returns whether all ranks that share the model say yes; then graphs whose kernels begin early, and that fetch
+                weights ahead, are tried too, and taken if they are faster and choose the same. None: it is not tried.
 
         Returns:
             Tokens and log-probs, ``steps b``.
@@ -226,35 +227,72 @@ class DecodeBatch:
             return
         if agree is not None:
             after = self._state()
-            graph = self._faster(graph, advance, before, agree)
+            graph = self._fastest(graph, advance, before, agree)
             self._restore(after)
         self._graphs[self._settings.parts] = graph
 
-    def _faster(
+    def _fastest(
         self,
         graph: torch.cuda.CUDAGraph,
         advance: Callable[[], None],
         before: list[Tensor],
         agree: Callable[[bool], bool],
     ) -> torch.cuda.CUDAGraph:
-        """Return a graph whose kernels begin early if it is faster than one without, and chooses the same tokens on all ranks.
+        """Return the fastest of graphs: one whose kernels begin early, one that fetches weights ahead too, or the plain one."""
 
-        A step that runs again from the same state writes the same keys and values.
-        """
-        early, reason = None, ""
-        try:
+        def begins_early() -> torch.cuda.CUDAGraph:
             with overlapped_launches():
                 self._restore(before)
                 advance()  # compiles
-                early = captured(advance)
+                return captured(advance)
+
+        early = self._faster(graph, begins_early, "begin early", before, agree)
+        launches = nullcontext if early is graph else overlapped_launches
+        ahead = WeightsAhead(self._ids.device)
+
+        def token() -> None:
+            with ahead.token(), launches():
+                advance()
+
+        def fetches() -> torch.cuda.CUDAGraph:
+            self._restore(before)
+            token()  # compiles
+            if ahead.problem:
+                raise RuntimeError(ahead.problem)
+            return captured(token)
+
+        self._restore(before)
+        token()  # records its products
+        return self._faster(early, fetches, "fetch weights ahead", before, agree) if ahead.fetches else early
+
+    def _faster(
+        self,
+        graph: torch.cuda.CUDAGraph,
+        make: Callable[[], torch.cuda.CUDAGraph],
+        what: str,
+        before: list[Tensor],
+        agree: Callable[[bool], bool],
+    ) -> torch.cuda.CUDAGraph:
+        """Return another graph if it is faster than this one, and chooses the same tokens on all ranks.
+
+        A step that runs again from the same state writes the same keys and values.
+
+        Args:
+            graph: the one that stays otherwise.
+            make: returns the other.
+            what: the other's kernels do.
+            before: the state that both start from.
+            agree: as of :meth:`run`.
+        """
+        other, reason = None, ""
+        try:
+            other = make()
         except Exception as problem:  # of Triton's compiler, or of a driver that captures no such launch
             reason = (str(problem) or type(problem).__name__).strip().split("\n")[0]
-        if not agree(early is not None) or early is None:
-            warnings.warn(
-                f"kernels of a token do not begin early, which is slower: {reason or 'on a rank'}", stacklevel=3
-            )
+        if not agree(other is not None) or other is None:
+            warnings.warn(f"kernels of a token do not {what}, which is slower: {reason or 'on a rank'}", stacklevel=4)
             return graph
-        graphs = (graph, early)
+        graphs = (graph, other)
         times, found = [float("inf")] * 2, [self._tokens] * 2
         for _ in range(_TRIES):
             for i, each in enumerate(graphs):
@@ -266,8 +304,8 @@ class DecodeBatch:
                 found[i] = torch.cat((self._tokens.double(), self._logprobs))
         same = torch.equal(*found)
         if not same:
-            warnings.warn("kernels of a token that begin early choose other words; they are not taken", stacklevel=3)
-        return early if agree(same) and times[1] < times[0] else graph
+            warnings.warn(f"kernels of a token that {what} choose other words; they are not taken", stacklevel=4)
+        return other if agree(same) and times[1] < times[0] else graph
 
     def _state(self) -> list[Tensor]:
         """Return copies of what a step changes."""

@@ -145,6 +145,7 @@ from meshfold.kernels.tensor_lists import (
     lion_lists,
 )
 from meshfold.kernels.token_rows import sum_rows, take_rows
+from meshfold.kernels.weights_ahead import WeightsAhead
 from meshfold.kernels.word_choice import choose_words, log_exponential, merge_words, word_parts
 
 __all__ = [
@@ -182,6 +183,7 @@ __all__ = [
     "Segments",
     "SplitState",
     "VocabularyShard",
+    "WeightsAhead",
     "WholeState",
     "adam_step",
     "adam_update_moments",

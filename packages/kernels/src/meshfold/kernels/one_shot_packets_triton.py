@@ -11,6 +11,7 @@ from meshfold.kernels._triton import launch
 from meshfold.kernels.one_shot import OneShotMemory
 from meshfold.kernels.one_shot_packets import epoch_bytes
 from meshfold.kernels.overlap import early
+from meshfold.kernels.weights_ahead import fetch_ahead
 
 
 @triton.jit
@@ -138,6 +139,7 @@ def launch_packets(
     total, y = torch.empty_like(x), torch.empty_like(x)
     words = x.shape[1] * x.element_size() // 4
     wide = triton.next_power_of_2(words)
+    fetch_ahead()
     launch(
         _packets,
         (x.shape[0],),

@@ -10,6 +10,7 @@ from torch import Tensor
 from meshfold.kernels._triton import launch
 from meshfold.kernels.one_shot import OneShotMemory
 from meshfold.kernels.overlap import early
+from meshfold.kernels.weights_ahead import fetch_ahead
 
 
 @triton.jit
@@ -82,6 +83,7 @@ def launch_one_shot(
     x, stream = x.contiguous(), stream.contiguous()
     total, y = torch.empty_like(x), torch.empty_like(x)
     wide = triton.next_power_of_2(x.shape[1])
+    fetch_ahead()
     launch(
         _one_shot,
         (x.shape[0],),

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from meshfold.kernels.overlap import early
 from meshfold.kernels.paged_attention import CACHE_FORMS
+from meshfold.kernels.weights_ahead import fetch_ahead
 
 _LOG2_E = 1.4426950408889634
 _BLOCK = 64
@@ -198,6 +199,7 @@ def attend_new(
     if splits > 1:
         parts = torch.empty(b, heads, splits, d, dtype=torch.float32, device=q.device)
         most, total = torch.empty(2, b, heads, splits, dtype=torch.float32, device=q.device)
+    fetch_ahead()
     _attend[(b, kv_heads, splits)](
         q,
         k,

@@ -16,6 +16,7 @@ from meshfold.kernels.overlap import early
 from meshfold.kernels.row_product import RowWeight
 from meshfold.kernels.row_tiles import RowCall, Tile, group_of
 from meshfold.kernels.row_words_triton import finish, product_words
+from meshfold.kernels.weights_ahead import take_product
 
 
 @triton.jit
@@ -287,6 +288,7 @@ def product(
         **early(),
     )
     grid = (cdiv(n, sizes.rows),)
+    take_product(*[part.weight for part in (second, gate) if part is not None])
     if words:
         launch(product_words, grid, x, *arguments, BITS=words, BC=32 * sizes.warps, **parts)
         return y
