@@ -12,6 +12,7 @@ import pytest
 
 from benchmarks.foresight import report
 from benchmarks.foresight.configurations import GiB, configurations, planned, runnable
+from benchmarks.foresight.first_choice import FirstChoice
 from benchmarks.foresight.run import main, measure, outcomes
 from benchmarks.foresight.worker import measured, run
 from meshfold.engine.world import require_runnable
@@ -48,7 +49,11 @@ def result(*configurations: tuple[float, float, list[dict[str, Any]]]) -> dict[s
     return {
         "machine": {"cpu_cores": 2, "torch": "2"},
         "configurations": {
-            f"c{n}": {"configuration": asked, "planned": {"seconds": seconds, "bytes": held}, "runs": runs}
+            f"c{n}": {
+                "configuration": {**asked, "model": f"m{n}"},
+                "planned": {"seconds": seconds, "bytes": held},
+                "runs": runs,
+            }
             for n, (seconds, held, runs) in enumerate(configurations)
         },
     }
@@ -69,6 +74,30 @@ def test_errors_are_of_the_fastest_start_and_the_bars_judge_all() -> None:
     assert all(ok for _, ok in report.verdict_lines(good))
     text = report.described(found)
     assert "+5.0 %" in text and "full" in text and "not counted" in text
+
+
+def of_one_model(found: dict[str, Any]) -> dict[str, Any]:
+    """Make a result's configurations those of one model under several specs."""
+    for n, one in enumerate(found["configurations"].values()):
+        one["configuration"] = {"ranks": 1, "model": "m", "parallel": f"data={n}", "accumulate": n}
+    return found
+
+
+def test_the_first_by_plan_is_judged_beside_the_fastest_measured() -> None:
+    def ran(seconds: float) -> list[dict[str, Any]]:
+        return [{"seconds": [seconds], "bytes": 0}]
+
+    plans = [(1.0, 0, ran(1.2)), (1.1, 0, ran(1.0)), (0.1, 0, []), (2.0, 0, ran(3.0))]
+    found = of_one_model(result(*plans))  # the third was not begun
+    assert report.firsts_of(found) == [FirstChoice(first="c0", fastest="c1", specs=3, ratio=1.2)]
+    line, met = report.verdict_lines(found)[-1]
+    assert not met and "1.2" in line and "| c0 | 1: `data=0` | c1 | 3 | 1.200 |" in report.described(found)
+    assert report.firsts_of(result(*plans)) == []  # models of one spec each
+    assert len(report.verdict_lines(result(*plans))) == 3
+    full = of_one_model(result((1.0, 0, [{"error": "full"}]), (1.1, 0, ran(1.0))))
+    assert report.firsts_of(full)[0].ratio == float("inf") and "did not run" in report.described(full)
+    good = of_one_model(result((1.0, 0, ran(1.04)), (1.1, 0, ran(1.0))))
+    assert report.verdict_lines(good)[-1][1]
 
 
 def test_the_report_writes_table_and_plot(tmp_path: Path) -> None:

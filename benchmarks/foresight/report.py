@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from benchmarks import reports
 from benchmarks.common import median
+from benchmarks.foresight.first_choice import FirstChoice, first_choices
 
-BARS = reports.read_bars("foresight", ("memory", "time", "all"))
+BARS = reports.read_bars("foresight", ("memory", "time", "all", "first"))
 _MEMORY, _TIME, _ALL = 0.05, 0.10, 0.20
 
 
@@ -58,7 +60,14 @@ def shares(result: Mapping[str, Any]) -> dict[str, float]:
 def verdict_lines(result: Mapping[str, Any]) -> list[tuple[str, bool]]:
     """Return a line for each bar, and whether it is met."""
     found = shares(result)
-    return [(bar.line(found[name], 0), bar.met(found[name])) for name, bar in BARS.items()]
+    if firsts := firsts_of(result):
+        found["first"] = max(one.ratio for one in firsts)
+    return [(bar.line(found[name], 0), bar.met(found[name])) for name, bar in BARS.items() if name in found]
+
+
+def firsts_of(result: Mapping[str, Any]) -> list[FirstChoice]:
+    """Return the first choice of plans for each model, batch and number of ranks that several specs were measured of."""
+    return first_choices(result, {name: one["seconds"] for name, one in errors(result).items()})
 
 
 def described(result: Mapping[str, Any]) -> str:
@@ -96,7 +105,23 @@ def described(result: Mapping[str, Any]) -> str:
             )
         )
     head = ("configuration", "spec", "planned s", "measured s", "error", "planned GiB", "measured GiB", "error")
-    return "\n".join([*lines, *reports.table(head, rows)])
+    return "\n".join([*lines, *reports.table(head, rows), *_firsts(result)])
+
+
+def _firsts(result: Mapping[str, Any]) -> list[str]:
+    """Return a table of the specs that plans put first, below an empty line; nothing where a model has one spec only."""
+    rows = [
+        (
+            one.first,
+            _spec(result["configurations"][one.first]),
+            one.fastest,
+            str(one.specs),
+            f"{one.ratio:.3f}" if math.isfinite(one.ratio) else "did not run",
+        )
+        for one in firsts_of(result)
+    ]
+    head = ("first by plan", "its spec", "fastest measured", "specs", "first ÷ fastest, measured")
+    return ["", *reports.table(head, rows)] if rows else []
 
 
 def _spec(one: Mapping[str, Any]) -> str:
