@@ -1,7 +1,9 @@
-"""Seconds in which this host launches operators: a tiny model trains in the engine, without our kernels and with them.
+"""Seconds in which this host launches operators: a tiny model trains in the engine, without norms and with them.
 
 Its layers are as those of a real model, and so narrow that the device waits for the host. Seconds of a forward, a backward and an
-optimizer's step are divided among the operators that a plan counts in them.
+optimizer's step are divided among the operators that a plan counts in them. Norms are the only kernels of ours in it, and what they
+add to the seconds is theirs. Both run as models do, with the engine's products of linear layers: these take more of Python than
+torch's, and a model without our kernels beside one with them would have charged the kernels for it.
 """
 
 from __future__ import annotations
@@ -27,11 +29,11 @@ _WORDS, _WIDTH, _HEAD, _TOKENS = 64, 64, 32, 32
 
 
 class _Layer(nn.Module):
-    """Attention and MLP, each behind a norm and added to the stream."""
+    """Attention and MLP, each behind a norm or nothing, and added to the stream."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, norms: bool) -> None:
         super().__init__()
-        self.before_attention, self.before_mlp = nn.LayerNorm(_WIDTH), nn.LayerNorm(_WIDTH)
+        self.before_attention, self.before_mlp = (nn.LayerNorm(_WIDTH) if norms else nn.Identity() for _ in range(2))
         self.qkv, self.out = nn.Linear(_WIDTH, 3 * _WIDTH), nn.Linear(_WIDTH, _WIDTH)
         self.up, self.down = nn.Linear(_WIDTH, 2 * _WIDTH), nn.Linear(2 * _WIDTH, _WIDTH)
 
@@ -47,10 +49,10 @@ class _Layer(nn.Module):
 class _Model(nn.Module):
     """Layers between an embedding and a head; notes the host's seconds of its last forward."""
 
-    def __init__(self, layers: int) -> None:
+    def __init__(self, layers: int, *, norms: bool) -> None:
         super().__init__()
         self.embed, self.head = nn.Embedding(_WORDS, _WIDTH), nn.Linear(_WIDTH, _WORDS)
-        self.layers = nn.ModuleList([_Layer() for _ in range(layers)])
+        self.layers = nn.ModuleList([_Layer(norms=norms) for _ in range(layers)])
         self.took: list[float] = []
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> Mapping[str, Tensor]:
@@ -68,7 +70,7 @@ class Counts:
     """Operators of the model as plans count them.
 
     Attributes:
-        forward: without our kernels.
+        forward: that are no kernels of ours.
         backward: the same, with the gradients that the engine takes.
         kernels_forward: our kernels.
         kernels_backward: the same.
@@ -95,8 +97,8 @@ def launches_of(plain: HostSeconds, fused: HostSeconds, without: Counts, with_ke
     """Return the launches that explain a model's seconds.
 
     Args:
-        plain: without our kernels.
-        fused: with them.
+        plain: of the model without norms, and so without our kernels.
+        fused: of the model with them.
         without: operators of the first.
         with_kernels: operators of the second; without a kernel, one takes as long as any operator.
     """
@@ -119,9 +121,9 @@ def launches_of(plain: HostSeconds, fused: HostSeconds, without: Counts, with_ke
 def measure_launches(process: Process, effort: Effort) -> Launches:
     """Measure this host's launches. All ranks of the job must call."""
     found, counts = [], []
-    for kernels in ("off", "auto"):
-        found.append(_measured(process, effort, kernels))
-        counts.append(counted(effort.layers, process.device.type, kernels))
+    for norms in (False, True):
+        found.append(_measured(process, effort, norms=norms))
+        counts.append(counted(effort.layers, process.device.type, norms=norms))
     return launches_of(found[0], found[1], counts[0], counts[1])
 
 
@@ -129,7 +131,7 @@ def _precision(device_type: str) -> str:
     return "bf16" if device_type == "cuda" else "fp32"
 
 
-def _measured(process: Process, effort: Effort, kernels: str) -> HostSeconds:
+def _measured(process: Process, effort: Effort, *, norms: bool) -> HostSeconds:
     """Train the model, and return the medians of the host's seconds: a long step has pauses, and so has a plan's.
 
     Two micro-steps make a step: the second one's seconds beyond the first one's are the optimizer's.
@@ -137,7 +139,7 @@ def _measured(process: Process, effort: Effort, kernels: str) -> HostSeconds:
     model: list[_Model] = []
 
     def build() -> _Model:
-        model.append(_Model(effort.layers))
+        model.append(_Model(effort.layers, norms=norms))
         return model[-1]
 
     device, samples = process.device, list[tuple[float, float, float]]()
@@ -148,7 +150,7 @@ def _measured(process: Process, effort: Effort, kernels: str) -> HostSeconds:
         precision=_precision(device.type),
         clip_grad_norm=1.0,
         gradient_accumulation=2,
-        kernels=kernels,
+        kernels="auto",
         device=device,
     ) as engine:
         ids = torch.zeros(process.world_size, _TOKENS, dtype=torch.int64)
@@ -168,13 +170,12 @@ def _measured(process: Process, effort: Effort, kernels: str) -> HostSeconds:
     return HostSeconds(forward=forward, backward=backward, update=update)
 
 
-def counted(layers: int, device_type: str, kernels: str) -> Counts:
+def counted(layers: int, device_type: str, *, norms: bool) -> Counts:
     """Return the model's operators on a type of device, counted on meta tensors."""
     with torch.device("meta"):
-        model = _Model(layers).to(torch.bfloat16 if _precision(device_type) == "bf16" else torch.float32)
+        model = _Model(layers, norms=norms).to(torch.bfloat16 if _precision(device_type) == "bf16" else torch.float32)
         ids = torch.empty(1, _TOKENS, dtype=torch.int64)
-    if kernels != "off":
-        fuse(model)
+    fuse(model)
     kind = "gpu" if device_type == "cuda" else "cpu"
     with DryRun() as stand_in, Work.counted(stand_in, kind=kind) as counter:
         model(ids, ids)["loss"].backward()
