@@ -68,6 +68,7 @@ def test_first_is_as_fast_as_a_diagonal_of_all_specs() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # 275 plans in full
 @pytest.mark.parametrize("memory", [79.0, 0.4])
 def test_first_is_within_three_percent_of_every_spec(memory: float) -> None:
     """With room for everything, and where gradients and state fit only if ranks share them."""
