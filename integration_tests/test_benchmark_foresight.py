@@ -107,6 +107,13 @@ def test_the_report_writes_table_and_plot(tmp_path: Path) -> None:
     assert file.with_suffix(".png").stat().st_size > 0 and "within 5 %" in file.with_suffix(".md").read_text()
 
 
+def test_the_plot_names_what_is_outside_of_every_band() -> None:
+    runs = ({"seconds": [1.0], "bytes": 100},)
+    found = report._drawn(result((1.15, 100, [*runs]), (1.5, 103, [*runs]), (0.7, 90, [*runs]), (1.0, 100, [*runs])))
+    time, memory = ([text.get_text() for text in panel.texts] for panel in found.axes)
+    assert time == ["c2", "c1"] and memory == ["c2"]
+
+
 def on_two_ranks(folder: Path) -> dict[str, Any]:
     """Measure the small configuration."""
     with start() as process:

@@ -130,18 +130,19 @@ def _spec(one: Mapping[str, Any]) -> str:
 
 
 def _drawn(result: Mapping[str, Any]) -> Any:
-    """Draw predicted against measured, seconds above and memory below, with bands of the bars."""
+    """Draw predicted against measured, seconds above and memory below, with bands of the bars and names of what they leave out."""
     found = errors(result)
     figure, panels = reports.panels(2, 1, 8.0)
     for panel, key, unit, scale, bands in (
         (panels[0][0], "seconds", "seconds a step", 1.0, (_TIME, _ALL)),
         (panels[1][0], "bytes", "GiB of the fullest rank", 2.0**30, (_MEMORY,)),
     ):
-        points = [
-            (one[key] / scale, result["configurations"][name]["planned"][key] / scale)
+        places = {
+            name: (one[key] / scale, result["configurations"][name]["planned"][key] / scale)
             for name, one in found.items()
             if one[key]
-        ]
+        }
+        points = [*places.values()]
         panel.set(xscale="log", yscale="log", xlabel=f"measured {unit}", ylabel=f"planned {unit}")
         if not points:
             panel.set_title("not counted")
@@ -159,5 +160,21 @@ def _drawn(result: Mapping[str, Any]) -> Any:
             )
         panel.plot([low, high], [low, high], color=reports.PEER, lw=1)
         panel.plot([x for x, _ in points], [y for _, y in points], "o", color=reports.OURS, ms=5)
+        _name_outliers(panel, places, max(bands))
         panel.legend(loc="upper left")
     return figure
+
+
+def _name_outliers(panel: Any, places: Mapping[str, tuple[float, float]], band: float) -> None:
+    """Write the names of points outside of a band beside them, away from it; names of points of one height lie above each other."""
+    last, lift = {True: 0.0, False: 0.0}, {True: 0, False: 0}
+    for name, (x, y) in sorted(places.items(), key=lambda one: one[1][1]):
+        above = y > x
+        if abs(y / x - 1) <= band:
+            continue
+        lift[above] = lift[above] + 10 if y < 1.15 * last[above] else 0
+        last[above] = y
+        place = dict(
+            xytext=(-6 if above else 6, lift[above]), textcoords="offset points", va="center", fontsize="small"
+        )
+        panel.annotate(name, (x, y), ha="right" if above else "left", **place)
