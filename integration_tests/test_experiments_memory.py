@@ -61,7 +61,7 @@ def test_a_plan_says_what_fits() -> None:
     machine = node.machine()
     assert (machine.devices, machine.host.memory) == (2, 100 * GB)
     spec = dict(data=2, zero=dict(stage=3, placement="cuda"))
-    few, more = (planned(SMALL, spec, machine, batch=batch, sequence=128) for batch in (8, 16))
+    few, more = (planned(SMALL, spec, machine, batch=batch, sequence=128) for batch in (8, 32))
     assert few["fits"] and few["GB"] < more["GB"] and few["parameters"] == more["parameters"]
     work = 8 * few["parameters"] * 8 * 128
     assert few["TFLOP/s"] * 1e12 * 2 * few["seconds"] == pytest.approx(work)

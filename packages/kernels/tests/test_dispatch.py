@@ -177,6 +177,15 @@ def functions(module: str) -> dict[str, str]:
     }
 
 
+def names_in_table(tree: ast.Module, table: str) -> list[str]:
+    """Return the functions that a module's table has as its values."""
+    for node in tree.body:
+        match node:
+            case ast.AnnAssign(target=ast.Name(name), value=ast.Dict(values=values)) if name == table:
+                return [value.id for value in values if isinstance(value, ast.Name)]
+    raise AssertionError(f"{table} is no table of the module")
+
+
 def given_to_dispatch() -> dict[str, set[str]]:
     """Return the functions that each family gives to ``dispatch.twin`` and ``dispatch.piece``."""
     found: dict[str, set[str]] = {}
@@ -185,13 +194,23 @@ def given_to_dispatch() -> dict[str, set[str]]:
     homes = {name: family for family in dispatch.FAMILIES for name in functions(dispatch.reference_of(family))}
     for path in root.rglob("*.py"):
         family = path.relative_to(root).with_suffix("").parts[0]
-        for node in ast.walk(ast.parse(path.read_text())):
+        tree = ast.parse(path.read_text())
+        for node in ast.walk(tree):
             match node:
                 case ast.Call(
                     func=ast.Attribute(value=ast.Name("dispatch"), attr="twin" | "piece"),
                     args=[ast.Name(name), *_],
                 ):
-                    found.setdefault(family if family in dispatch.FAMILIES else homes[name], set()).add(name)
+                    names = [name]
+                case ast.Call(
+                    func=ast.Attribute(value=ast.Name("dispatch"), attr="twin" | "piece"),
+                    args=[ast.Subscript(value=ast.Name(table)), *_],
+                ):
+                    names = names_in_table(tree, table)
+                case _:
+                    continue
+            for name in names:
+                found.setdefault(family if family in dispatch.FAMILIES else homes[name], set()).add(name)
     return found
 
 
