@@ -42,6 +42,24 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("MixtralForCausalLM", dict(**LLAMA, num_local_experts=4, num_experts_per_tok=2)),
     "bert": ("BertForMaskedLM", BERT),
     "bert-classes": ("BertForSequenceClassification", dict(**BERT, num_labels=3)),
+    "distilbert": (
+        "DistilBertForMaskedLM",
+        dict(
+            vocab_size=VOCABULARY,
+            pad_token_id=0,
+            dim=32,
+            hidden_dim=64,
+            n_layers=2,
+            n_heads=4,
+            max_position_embeddings=32,
+            dropout=0.0,
+            attention_dropout=0.0,
+        ),
+    ),
+    "modernbert": (
+        "ModernBertForMaskedLM",
+        dict(**IDS, **BODY, cls_token_id=1, sep_token_id=2, max_position_embeddings=32, local_attention=4),
+    ),
     "vit": (
         "ViTForImageClassification",
         dict(

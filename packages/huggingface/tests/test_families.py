@@ -63,7 +63,7 @@ def serial(folder: str, kind: str) -> tuple[float, dict[str, Tensor], dict[str, 
 
 
 def _no_cache(kind: str) -> dict[str, Any]:
-    return {} if kind in ("vit", "bert", "bert-classes") else {"use_cache": False}
+    return {} if kind == "vit" or "bert" in kind else {"use_cache": False}
 
 
 def parallel(folder: str, kind: str, spec: dict[str, Any]) -> tuple[float, dict[str, Tensor], dict[str, Tensor]]:
@@ -114,6 +114,8 @@ QUICK = {
     ("bert", "1d"),
     ("bert", "3d"),
     ("bert-classes", "zero 3"),
+    ("distilbert", "2d"),
+    ("modernbert", "1d"),
     ("vit", "2d"),
     ("t5", "2d"),
     ("t5", "pipeline"),
@@ -185,6 +187,8 @@ TITLES = {
     "mixtral": "Mixtral",
     "bert": "Bert, masked words",
     "bert-classes": "Bert, classes",
+    "distilbert": "DistilBERT, masked words",
+    "modernbert": "ModernBERT, masked words",
     "vit": "ViT, classes of images",
     "t5": "T5",
 }

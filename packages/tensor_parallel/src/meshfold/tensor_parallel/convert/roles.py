@@ -24,9 +24,9 @@ _KEY_VALUE = r"k_proj|v_proj|key|value|wk|wv|to_k|to_v|k_lin|v_lin|k|v|add_k_pro
 _FUSED_QKV = r"qkv|qkv_proj|c_attn|Wqkv|in_proj"
 _INTERLEAVED_QKV = r"query_key_value"
 _COLUMN_MLP = (
-    r"up_proj|gate_proj|gate_up_proj|gate_up|up|gate|fc1|c_fc|w1|w3|wi|wi_0|wi_1|dense_h_to_4h|lin1|linear1|fc_in"
+    r"up_proj|gate_proj|gate_up_proj|gate_up|up|gate|fc1|c_fc|w1|w3|wi|wi_0|wi_1|Wi|dense_h_to_4h|lin1|linear1|fc_in"
 )
-_ROW = r"o|o_proj|out_proj|c_proj|proj|out|wo|to_out|out_lin|down_proj|down|fc2|w2|dense_4h_to_h|lin2|linear2|fc_out"
+_ROW = r"o|o_proj|out_proj|c_proj|proj|out|wo|Wo|to_out|out_lin|down_proj|down|fc2|w2|dense_4h_to_h|lin2|linear2|fc_out"
 _HEAD = r"lm_head|head|embed_out|output_projection|classifier|score"
 _POSITIONS = r"(.*_)?(positions?|pos|position_embeddings|embed_positions|wpe|pos_emb(ed(ding)?)?)"
 _HEAD_BIAS = r"relative_attention_bias"
@@ -260,12 +260,17 @@ def _linear_role(name: str, leaf: str, module: nn.Module, model: nn.Module, hidd
     if reads != hidden and writes == hidden:
         return "row" if any(r == hidden and w == reads for _, r, w in before) else "stem" if not before else ""
     parent = name.rsplit(".", 2)[-2] if "." in name else ""
-    if reads == writes == hidden and leaf == "dense":
-        if parent in _ROW_PARENTS:
+    if reads == writes == hidden:
+        if leaf == "dense" and parent in _ROW_PARENTS:
             return "row"
-        # A pooler, or the transform before a head: small, and one per model.
-        return "" if any(part.isdigit() for part in name.split(".")) else "replicate"
+        # A pooler, or the transform before a head: small, one per model, and not in one of its numbered blocks.
+        return "replicate" if _is_numbered(model) and not any(part.isdigit() for part in name.split(".")) else ""
     return ""
+
+
+def _is_numbered(model: nn.Module) -> bool:
+    """Return True if the model has linear layers in numbered blocks."""
+    return any(is_linear(m) and any(part.isdigit() for part in name.split(".")) for name, m in model.named_modules())
 
 
 def _hidden_size(model: nn.Module) -> int:
