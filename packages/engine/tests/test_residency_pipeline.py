@@ -15,12 +15,14 @@ import pytest
 from torch import Tensor
 
 from meshfold.engine import Engine
-from meshfold.engine.zero.measured_plans import MeasuredPlans
+from meshfold.engine.zero.measured_plans import InFlight, MeasuredPlans, workload_in_flight
 from meshfold.engine.zero.states import ZeroStates
 from meshfold.mesh.testing import ranks, run_on_ranks
 from meshfold.zero_gemini import Gemini, MemoryPlanError
 from meshfold.zero_gemini.chunks import parameter_table as members
-from meshfold.zero_gemini.planner import Machine, Workload
+from meshfold.zero_gemini.planner import REGIMES, Machine, Workload
+from meshfold.zero_gemini.planner.memory import layer_bytes
+from meshfold.zero_gemini.profiler import ChunkUse, Trace, TracedLayer, TracedTimestep, workload_of
 
 sys.path.append(str(Path(__file__).parent))  # for the helpers beside this file, on every rank
 from pipeline_cases import assert_same, batches, engine_of, run, train
@@ -179,3 +181,23 @@ def test_state_on_a_disk(tmp_path: Path) -> None:
         found, states, files = rank
         assert states == {"disk"} and files >= 1
         assert_same(found, wanted, "disk", 1e-4)
+
+
+def test_kept_layers_of_micro_batches_in_flight_count_in_every_timestep() -> None:
+    """Of the one that runs its forward 50 of 60 bytes are in that timestep already; of the two others all of them are added."""
+
+    def timestep(unit: str, *, backward: bool) -> TracedTimestep:
+        bytes_ = dict(non_model_bytes=100, left_bytes=40)
+        return TracedTimestep(
+            unit=unit, backward=backward, until=int(backward), seconds=1.0, waited_seconds=0.0, **bytes_
+        )
+
+    layer = TracedLayer(
+        name="a", kept_bytes=60, seconds=0.5, first=0, last=0, before_bytes=100, entered_bytes=30, forward_bytes=70
+    )
+    trace = Trace(timesteps=(timestep("a", backward=False), timestep("a", backward=True)), layers=(layer,))
+    chunk = ChunkUse(name="x", elems=8, gathered_elems=8, units={"a": 8})
+    one = workload_of(trace, [chunk], name="it", regime=REGIMES["A"], tokens=8)
+    flying = workload_in_flight(one, trace, InFlight(stages=1, live=3, microbatches=4))
+    assert layer_bytes(one)[0, 1, 0] == 10
+    assert layer_bytes(flying)[0, 1, 0] == 10 + 2 * 60

@@ -84,7 +84,7 @@ def layer_bytes(workload: Workload) -> Floats:
     out = np.zeros((len(workload.layers), 2, workload.timesteps))
     for j, layer in enumerate(workload.layers):
         out[j, 1, layer.first : layer.last + 1] = layer.kept_bytes
-        out[j, 1, layer.first] = layer.kept_bytes if layer.first_bytes is None else layer.first_bytes
+        out[j, 1, layer.first] -= layer.counted_bytes
         out[j, 1, layer.last + 1 : layer.last + 2] = layer.own_bytes
     return out
 

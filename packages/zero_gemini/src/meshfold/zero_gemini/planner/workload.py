@@ -83,15 +83,15 @@ class Layer:
 
     name: str
     kept_bytes: int
-    """bytes that keeping adds to the non-model memory at every timestep of ``first … last``."""
+    """bytes that keeping adds to the non-model memory at all timesteps of ``first … last``; at ``first`` less ``counted_bytes``."""
     recompute_seconds: float
     """seconds of compute that keeping saves."""
     first: int
     """the timestep of its forward."""
     last: int
     """the last timestep before its backward: recomputed activations are in the non-model memory from there on."""
-    first_bytes: int | None = None
-    """bytes that keeping adds at ``first``, to the most alive at once there; None: ``kept_bytes``."""
+    counted_bytes: int = 0
+    """of the kept bytes, those that are among the most alive at once at ``first`` without keeping."""
     own_bytes: int = 0
     """bytes that keeping adds at the timestep after that, on top of the bytes alive there before anything is recomputed."""
 

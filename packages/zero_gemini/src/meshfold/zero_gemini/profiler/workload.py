@@ -132,7 +132,7 @@ def workload_of(
                 recompute_seconds=layer.seconds,
                 first=layer.first,
                 last=layer.last,
-                first_bytes=_first_bytes(layer, layers, timesteps),
+                counted_bytes=_counted_bytes(layer, layers, timesteps),
                 own_bytes=max(
                     0, layer.before_bytes + layer.kept_bytes - timesteps[_after(timesteps, layer)].non_model_bytes
                 ),
@@ -204,19 +204,19 @@ def _gradient_from(chunk: ChunkUse, timesteps: Sequence[TracedTimestep], backwar
     return next(first for i, (first, _) in enumerate(backward) if used_again(i) < chunk.gathered_elems)
 
 
-def _first_bytes(layer: TracedLayer, layers: Sequence[TracedLayer], timesteps: Sequence[TracedTimestep]) -> int:
-    """Return the bytes that keeping a layer adds to the most that is alive at once in the timestep of its forward.
+def _counted_bytes(layer: TracedLayer, layers: Sequence[TracedLayer], timesteps: Sequence[TracedTimestep]) -> int:
+    """Return the bytes of what a layer keeps that are in the most alive at once in the timestep of its forward already.
 
-    Temporary tensors of a forward that keeps nothing are in the timestep's bytes. Most of them are among what is kept, and
-    would count twice. A recomputation stops before the operators whose results nothing saves: a residual sum, say, whose output
+    These are temporary tensors of a forward that keeps nothing: most of them are among what is kept, and would count
+    twice. A recomputation stops before the operators whose results nothing saves: a residual sum, say, whose output
     then lies beside what it adds. Of several layers in one timestep the later ones run beside what the earlier ones keep.
     """
     if layer.forward_bytes is None or any(x.first == layer.first for x in layers if x is not layer):
-        return layer.kept_bytes
+        return 0
     timestep = timesteps[layer.first]
     output = max(0, timestep.left_bytes - layer.entered_bytes)
     most = max(layer.entered_bytes + layer.forward_bytes, timestep.left_bytes + layer.kept_bytes + output)
-    return min(layer.kept_bytes, max(0, most - timestep.non_model_bytes))
+    return max(0, layer.kept_bytes - max(0, most - timestep.non_model_bytes))
 
 
 def _visits(chunk: ChunkUse, timesteps: Sequence[TracedTimestep], half: int) -> list[tuple[int, int]]:
