@@ -80,6 +80,11 @@ class Forward:
         """True if the model predicts each label from the tokens before it, so that the first of a row does not count."""
         return self._mean is LossMean.NEXT_TOKENS
 
+    def train(self) -> None:
+        """Call ``model.train()`` if the model is in eval mode; submodules that the user put in eval mode stay in it."""
+        if not self._model.training:
+            self._model.train()
+
     # -- before a call ----------------------------------------------------------------------------------------------
 
     def prepare(self, batch: Any) -> batches.Batch:

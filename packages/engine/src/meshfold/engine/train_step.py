@@ -74,7 +74,8 @@ class TrainStep:
         self._weight: float | None = None  # of a micro-step's loss in its optimizer step; None: 1 / accumulation
 
         self.steps = self.micro_step = self.skipped_steps = 0
-        self._norm: Tensor | None = None  # of the last optimizer step, as the next three
+        # Results of the last optimizer step.
+        self._norm: Tensor | None = None
         optimizer = built.states.optimizer
         self._lr = 0.0 if optimizer is None else float(optimizer.param_groups[0]["lr"])
         self._skipped = False
@@ -110,8 +111,7 @@ class TrainStep:
     def prepare(self, batch: Any) -> tuple[Batch, Shares]:
         """Put the model in training mode, and return a batch on the device with its part of the global batch."""
         work = self.forward.prepare(batch)
-        if not self._model.training:  # submodules that the user put in eval mode stay in it
-            self._model.train()
+        self.forward.train()
         return work, self.forward.shares(work)
 
     def loss_and_gradients(self, work: Batch, shares: Shares, backward: Callable[[Tensor], None]) -> Tensor:
@@ -227,8 +227,7 @@ class TrainStep:
     def output(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the model's output on this rank's inputs, in training mode."""
         work = self.forward.inputs(args, kwargs)
-        if not self._model.training:  # submodules that the user put in eval mode stay in it
-            self._model.train()
+        self.forward.train()
         if torch.is_grad_enabled():
             self.gradients.begin()
         with self.random(self.forward.shares(work)):
