@@ -184,18 +184,15 @@ class EsmFoldTrunk(nn.Module):
                 whole_s = axes.join(s, (1, axes.all, r))
                 if self.keeps_rows and not torch.is_grad_enabled():
                     structure = self._structure_of_rows(z, whole_s, true_aa, mask)
+                else:
+                    whole_z = axes.join(z, (1, axes.rows, r), (2, axes.columns, r))
+                    inputs = {"single": self.trunk2sm_s(whole_s), "pair": self.trunk2sm_z(whole_z)}
                     if not last:
-                        bins = self._distance_bins(structure["positions"][-1][:, :, :3])
-                        structure = {}  # the next pass needs room
-                    continue
-                whole_z = axes.join(z, (1, axes.rows, r), (2, axes.columns, r))
-                inputs = {"single": self.trunk2sm_s(whole_s), "pair": self.trunk2sm_z(whole_z)}
-                if not last:
-                    del whole_s, whole_z  # the structure module and the next pass need room
-                structure = self.structure_module(inputs, true_aa, mask.float())
+                        del whole_s, whole_z  # the structure module and the next pass need room
+                    structure = self.structure_module(inputs, true_aa, mask.float())
                 if not last:
                     bins = self._distance_bins(structure["positions"][-1][:, :, :3])
-                    structure = {}
+                    structure = {}  # the next pass needs room
         if "s_z" not in structure:
             structure["s_s"], structure["s_z"] = whole_s, whole_z
         return structure
