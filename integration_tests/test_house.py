@@ -315,11 +315,17 @@ def test_files_hold_one_idea() -> None:
     assert step <= 350, f"engine/train_step.py has {step} lines: a reader follows a step there from top to bottom"
 
 
-def test_nothing_in_the_root_by_mistake() -> None:
-    """Outputs of examples (``adapter/``, ``checkpoint/``) were once committed: each entry of the root is listed."""
-    paths = tracked()
+def tracked_or_skipped(*patterns: str) -> list[str]:
+    """Return the paths that git tracks and that match; a test is skipped where nothing says what they are."""
+    paths = tracked(*patterns)
     if paths is None:
         pytest.skip("not a git checkout: nothing says which files belong to the repository")
+    return paths
+
+
+def test_nothing_in_the_root_by_mistake() -> None:
+    """Outputs of examples (``adapter/``, ``checkpoint/``) were once committed: each entry of the root is listed."""
+    paths = tracked_or_skipped()
     found = {path.partition("/")[0] for path in paths}
     new, gone = sorted(found - TOP_LEVEL), sorted(TOP_LEVEL - found)
     assert not new, f"{new}: remove what a command wrote, or list it in TOP_LEVEL of integration_tests/house.py"
@@ -328,9 +334,7 @@ def test_nothing_in_the_root_by_mistake() -> None:
 
 def test_no_merge_was_left_half_done() -> None:
     """Both sides of a merge once stood in a page, between the marks that git wrote."""
-    paths = tracked()
-    if paths is None:
-        pytest.skip("not a git checkout: nothing says which files belong to the repository")
+    paths = tracked_or_skipped()
     marks = re.compile(rb"^(<{7}|>{7}) ", re.MULTILINE)
     found = [path for path in paths if (ROOT / path).is_file() and marks.search((ROOT / path).read_bytes())]
     assert not found, f"{found}: choose one side between <<<<<<< and >>>>>>>"
@@ -346,9 +350,7 @@ z = 2  # noqa: E501  # fmt: skip
 
 
 def test_the_formatter_is_never_turned_off() -> None:
-    paths = tracked("*.py")
-    if paths is None:
-        pytest.skip("not a git checkout: nothing says which files belong to the repository")
+    paths = tracked_or_skipped("*.py")
     assert len(paths) > 500
     broken = [
         f"{path}:{line}"
