@@ -288,7 +288,7 @@ def test_steps_that_cannot_be_captured_run_eagerly(
 
 
 def test_eager_and_captured_backwards_run_in_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What libraries keep for each thread is there when a graph is captured."""
+    """A library that keeps something for each thread then has it when a graph is captured."""
     alone = []
     with recorded(monkeypatch), engine_of(gpt(), cuda_graph=True) as engine:
         weight = next(engine.model.parameters())

@@ -18,7 +18,7 @@ INPUTS: dict[Operand, tuple[Operand, Operand]] = {"y": ("x", "w"), "x": ("y", "w
 
 
 Pair: TypeAlias = tuple[Tensor | None, Tensor | None]
-"""Of x and of w: a gathered operand, or a gradient; None for none."""
+"""A gathered operand or a gradient of x, and one of w; None for none."""
 
 
 class Lowering(Protocol):
