@@ -307,7 +307,9 @@ def test_the_least_that_is_named_is_enough() -> None:
         trained(dict(stage=3, gpu_memory_limit=1 * MiB))
     least = refused.value.minimum_gpu_bytes  # type: ignore[attr-defined]
     assert least is not None
-    losses, _, engine = trained(dict(stage=3, gpu_memory_limit=round(least / 0.97) + 64 * 1024))
+    with pytest.raises(MemoryPlanError, match=f"it has to be at least {least:,} bytes"):
+        trained(dict(stage=3, gpu_memory_limit=least - 1))
+    losses, _, engine = trained(dict(stage=3, gpu_memory_limit=least))
     assert len(losses) == STEPS and places(engine) == {("host", "host")}
     engine.close()
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from math import ceil
 
+import torch
 from torch import nn
 
 from meshfold.engine.world import World
@@ -13,7 +15,7 @@ from meshfold.engine.zero.plan import plan_for
 from meshfold.engine.zero.watching import Watcher
 from meshfold.mesh.collectives import all_gather_object
 from meshfold.mesh.collectives.push import channel_bytes
-from meshfold.mesh.spec import ZeroSpec
+from meshfold.mesh.spec import ZeroSpec, format_bytes
 from meshfold.zero_gemini import Gemini
 from meshfold.zero_gemini.machine_rates import (
     ALLOCATOR_MARGIN,
@@ -27,6 +29,7 @@ from meshfold.zero_gemini.optimizer import SPECULATE_AFTER_STEPS, StepKind, Step
 from meshfold.zero_gemini.planner import (
     SPECULATIVE_STEP,
     SPLIT_STEP,
+    DoesNotFit,
     Limits,
     Machine,
     Plan,
@@ -38,7 +41,7 @@ from meshfold.zero_gemini.planner import (
 from meshfold.zero_gemini.profiler import PhaseSeconds, Trace, workload_of
 
 CONTEXT_BYTES = 600 * 2**20
-"""What CUDA and its libraries take of a device besides what the allocator counts."""
+"""What CUDA and its libraries take of a GPU besides what the allocator counts."""
 _KINDS = {"device": "gpu", "host": "host", "disk": "disk"}
 
 
@@ -170,19 +173,24 @@ class MeasuredPlans:
         ``shrunk``: share of the device's limit that is left free in addition to the margin.
 
         Raises:
-            MemoryPlanError: if there is none.
+            MemoryPlanError: if there is none. If ``gpu_memory_limit`` decides, ``minimum_gpu_bytes`` is the least that it may be.
         """
-        spec, device = self._spec, self._world.device
-        gpu = machine.gpu_bytes
-        if spec.gpu_memory_limit is not None:
-            outside = channel_bytes() + (CONTEXT_BYTES if device.type == "cuda" else 0)  # of the allocator
-            gpu = max(0, min(gpu, spec.gpu_memory_limit - outside))
+        spec, gpu, outside = self._spec, machine.gpu_bytes, _outside_bytes(self._world.device)
+        is_limited = spec.gpu_memory_limit is not None and spec.gpu_memory_limit - outside < gpu
+        if spec.gpu_memory_limit is not None and is_limited:
+            gpu = max(0, spec.gpu_memory_limit - outside)
+        share = 1.0 - ALLOCATOR_MARGIN - shrunk
         limits = Limits(
-            gpu_bytes=int(gpu * (1.0 - ALLOCATOR_MARGIN - shrunk)) if gpu < UNLIMITED_BYTES else None,
+            gpu_bytes=int(gpu * share) if gpu < UNLIMITED_BYTES else None,
             host_bytes=spec.host_memory_limit,
             disk_bytes=None if spec.offload_path is not None else 0,
         )
-        found = self._plan(workload, machine, limits)
+        try:
+            found = self._plan(workload, machine, limits)
+        except DoesNotFit as error:
+            if not is_limited or error.minimum_gpu_bytes is None:
+                raise
+            raise _of_the_limit(error, share=share, outside=outside) from None
         if found.strategy == SPECULATIVE_STEP and not self._has_room_for_copies(found):
             found = self._plan(replace(workload, strategies=(SPLIT_STEP,)), machine, limits)
         return found
@@ -196,6 +204,36 @@ class MeasuredPlans:
             name: (_KINDS[placement.parameters], _KINDS[placement.state]) for name, placement in placements.items()
         }
         return evaluate_placement(workload, machine, limits, placements=named, policy=spec.placement)
+
+
+def _outside_bytes(device: torch.device) -> int:
+    """Return what this process takes of its GPU besides what the allocator counts: CUDA's part and push channels of all engines.
+
+    On a CPU a limit is a budget for chunks and activations. Channels are in memory that processes share.
+    """
+    return CONTEXT_BYTES + channel_bytes() if device.type == "cuda" else 0
+
+
+def _of_the_limit(error: DoesNotFit, *, share: float, outside: int) -> DoesNotFit:
+    """Return a refusal that also says what ``gpu_memory_limit`` has to be.
+
+    Args:
+        error: of a plan within a part of the limit.
+        share: of the limit, less ``outside``, that plans may fill.
+        outside: bytes of the limit that are no plan's.
+    """
+    assert error.minimum_gpu_bytes is not None  # asked by the caller
+    needed = ceil(error.minimum_gpu_bytes / share)
+    needed += int(needed * share) < error.minimum_gpu_bytes  # rounded down
+    least = needed + outside
+    besides = f", and {format_bytes(outside)} for CUDA and push channels" if outside else ""
+    return DoesNotFit(
+        f"{error} Of gpu_memory_limit {1 - share:.0%} stay free for gaps between tensors{besides}: with host "
+        f"and disk as they are it has to be at least {least:,} bytes.",
+        gpu=least,
+        host=error.minimum_host_bytes,
+        binds=error.binds,
+    )
 
 
 def expecting_alike(workload: Workload) -> Workload:
