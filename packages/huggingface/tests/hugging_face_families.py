@@ -39,6 +39,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2ForCausalLM", dict(**LLAMA, tie_word_embeddings=True)),
     "qwen3": ("Qwen3ForCausalLM", dict(**LLAMA, head_dim=16)),
     "mistral": ("MistralForCausalLM", dict(**LLAMA, sliding_window=4)),
+    "olmo2": ("Olmo2ForCausalLM", LLAMA),
+    "olmo3": ("Olmo3ForCausalLM", dict(**LLAMA, sliding_window=4)),
     "mixtral": ("MixtralForCausalLM", dict(**LLAMA, num_local_experts=4, num_experts_per_tok=2)),
     "bert": ("BertForMaskedLM", BERT),
     "bert-classes": ("BertForSequenceClassification", dict(**BERT, num_labels=3)),
@@ -86,7 +88,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 """Class and sizes, by what the tests call them."""
-CAUSAL = ("opt", "gpt2", "llama", "qwen2", "qwen3", "mistral", "mixtral")
+CAUSAL = ("opt", "gpt2", "llama", "qwen2", "qwen3", "mistral", "olmo2", "olmo3", "mixtral")
 
 
 def model_of(kind: str, **changes: Any) -> Any:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from meshfold.checkpoint.tensors import open_weights
 from meshfold.engine import Engine, pretrained
 from meshfold.mesh.testing import run_on_ranks
 
@@ -108,6 +109,8 @@ QUICK = {
     ("gpt2", "1d+sequence"),
     ("qwen2", "zero 3"),
     ("mistral", "3d"),
+    ("olmo2", "1d"),
+    ("olmo3", "3d"),
     ("mixtral", "2d"),
     ("llama", "1d"),
     ("qwen3", "2d"),
@@ -141,6 +144,22 @@ def cases() -> list[Any]:
 def test_a_family_is_that_of_one_process(kind: str, how: str, tmp_path: Path) -> None:
     """Loss, logits, and every gradient: parameters after a step of gradient descent."""
     check(kind, how, tmp_path)
+
+
+def export(folder: str, target: str, spec: dict[str, Any]) -> None:
+    with Engine(pretrained(folder), spec, optimizer="sgd") as engine:
+        engine.save_hugging_face(target, like=folder)
+
+
+@pytest.mark.parametrize("kind", ["olmo2"])
+def test_a_family_leaves_as_the_folder_that_it_came_from(kind: str, tmp_path: Path) -> None:
+    """Its norms of heads with it: the same names, every tensor to the bit."""
+    source, target = folder_of(kind, tmp_path), tmp_path / "target"
+    run_on_ranks(4, export, str(source), str(target), SPECS["1d"])
+    found, wanted = open_weights(target), open_weights(source)
+    assert set(found) == set(wanted)
+    for name in wanted:
+        assert torch.equal(found[name], wanted[name]), name
 
 
 DROPPING: dict[str, dict[str, Any]] = {
@@ -184,6 +203,8 @@ TITLES = {
     "qwen2": "Qwen2",
     "qwen3": "Qwen3",
     "mistral": "Mistral",
+    "olmo2": "OLMo 2",
+    "olmo3": "OLMo 3",
     "mixtral": "Mixtral",
     "bert": "Bert, masked words",
     "bert-classes": "Bert, classes",

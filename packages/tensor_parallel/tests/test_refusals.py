@@ -284,9 +284,9 @@ REFUSALS: dict[str, Refusal] = {
     "norm of heads outside of attention": Refusal(
         lambda: decoder(q_norm=nn.RMSNorm(HIDDEN)), ("q_norm: a norm of heads must be a child", "rule 'norm'")
     ),
-    "norm over all heads": Refusal(
-        lambda: attention_with(q_norm=nn.RMSNorm(HIDDEN)),
-        ("attn.q_norm: normalises 16 elements", "heads of 4", "'attn': 'replicate'"),
+    "norm over some heads": Refusal(
+        lambda: attention_with(q_norm=nn.RMSNorm(8)),
+        ("attn.q_norm: normalises 8 elements", "a head of 4", "all 4 or", "'attn': 'replicate'"),
     ),
     "whole norm of heads": Refusal(
         lambda: attention_with(q_norm=nn.RMSNorm(4)),

@@ -24,7 +24,7 @@ from meshfold.mesh import Mesh, Part, Placement
 from meshfold.tensor_parallel.convert.forward_code import config_size, parameters_of
 from meshfold.tensor_parallel.convert.heads import Heads
 from meshfold.tensor_parallel.modes import Mode
-from meshfold.tensor_parallel.module_kinds import features, is_linear, norm_kind
+from meshfold.tensor_parallel.module_kinds import features, is_linear, norm_kind, norm_size
 
 BIASES = ("alibi", "position_bias")
 """What attention calls biases of all heads that are made outside of it."""
@@ -81,6 +81,19 @@ class _NormsInput(nn.Module):
         return y
 
 
+class _ScalesHeads(nn.Module):
+    """Stand-in for a norm of all heads together, which no rank computes of its own heads alone: it multiplies by a weight."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[-1] != self.weight.shape[0]:
+            raise ValueError(f"a norm of all heads, {self.weight.shape[0]} elements, is given {x.shape[-1]}")
+        return x * self.weight
+
+
 class _Keeps(nn.Module):
     """Stand-in for the output layer."""
 
@@ -100,17 +113,20 @@ class AttentionTrial:
         mode: Mode,
         tables: tuple[str, ...] = (),
         biases_split: bool = False,
+        norms: tuple[str, ...] = (),
         input_width: int | None = None,
         stand_in: bool = False,
     ) -> None:
         """Args:
         tables: full names of the module's tables of biases, a column a head, which are split with the heads.
         biases_split: the module's biases come from such a table.
+        norms: full names of the module's norms of queries and keys.
         input_width: of the module's input on a rank; None: the width that its projections read.
         stand_in: the input has a shape but no values; only the projections may read it.
         """
         self.input_width, self.stand_in = input_width, stand_in
         self.tables = [table.rpartition(".")[2] for table in tables]
+        self.norms = [norm.rpartition(".")[2] for norm in norms]
         self.biases_split = biases_split
         self.name, self.module, self.heads, self.mesh, self.mode = name, module, heads, mesh, mode
         self.width = heads.heads * heads.head_dim
@@ -218,7 +234,7 @@ class AttentionTrial:
             x = torch.full((*tokens, width), math.nan if strict else 0.0, dtype=torch.float64)
             for leaf, child in twin._modules.items():
                 if child is not None and norm_kind(child):
-                    twin._modules[leaf] = _NormsInput(child, x)
+                    twin._modules[leaf] = self._norm_of_heads(leaf, child, rank) or _NormsInput(child, x)
             for name, y in given.items():
                 share = y if rank is None else self._share(y, self.heads.parts(name, self.mesh, self.mode), rank)
                 twin._modules[name.rpartition(".")[2]] = _Gives(share, x if strict else None)
@@ -236,6 +252,15 @@ class AttentionTrial:
             return error
         found = found[0] if isinstance(found, tuple) and found else found
         return found if isinstance(found, Tensor) else TypeError(f"returned {type(found).__name__}")
+
+    def _norm_of_heads(self, leaf: str, norm: nn.Module, rank: int | None) -> nn.Module | None:
+        """Return a stand-in for a norm of all heads together, with this rank's of them; None for any other norm."""
+        size = norm_size(norm)
+        part = self.heads.normalised(size, self.mesh, self.mode)
+        if leaf not in self.norms or size == self.heads.head_dim or part is None:
+            return None
+        weight = torch.linspace(1.0, 2.0, size, dtype=torch.float64)
+        return _ScalesHeads(weight if rank is None else self._share(weight, (part,), rank))
 
     def _twin(self) -> nn.Module:
         """Return a twin of the module without its linear layers, on the CPU. The module itself is not affected."""

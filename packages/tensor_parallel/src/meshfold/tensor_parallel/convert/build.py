@@ -27,7 +27,7 @@ from meshfold.tensor_parallel.layers.loss import CausalLMLoss
 from meshfold.tensor_parallel.layers.norm import HeadNorm, LayerNorm, RMSNorm
 from meshfold.tensor_parallel.lowerings import LOWERINGS, find_lowering
 from meshfold.tensor_parallel.modes import Mode
-from meshfold.tensor_parallel.module_kinds import features, is_conv1d, norm_eps, norm_kind
+from meshfold.tensor_parallel.module_kinds import features, is_conv1d, norm_eps, norm_kind, norm_size
 
 
 class LayerBuilder:
@@ -63,13 +63,10 @@ class LayerBuilder:
                 by_tokens=self.analysis.is_by_tokens(name),
                 batch=self.batch if role in ("head", "tied_head") else None,
             )
-        if role == "norm":
-            kind: type[LayerNorm | RMSNorm] = LayerNorm if norm_kind(module) == "layer" else RMSNorm
-            return kind.convert(module, norm_eps(module), mesh, mode)
+        if role in ("norm", "head_norm"):
+            return self._norm(name, role, module, mode)
         if role == "head_bias":
             return HeadBias(module, mesh, mode)
-        if role == "head_norm":
-            return HeadNorm(module, mesh, mode)
         if role == "patch":
             return PatchEmbedding.convert(module, mesh, mode)
         if role == "dropout":
@@ -81,6 +78,17 @@ class LayerBuilder:
             ignore_index=getattr(module, "ignore_index", -100),
             label_smoothing=getattr(module, "label_smoothing", 0.0),
             z_loss=getattr(module, "z_loss", 0.0),
+        )
+
+    def _norm(self, name: str, role: str, module: Any, mode: Mode) -> nn.Module:
+        kind: type[LayerNorm | RMSNorm] = LayerNorm if norm_kind(module) == "layer" else RMSNorm
+        if role == "norm":
+            return kind.convert(module, norm_eps(module), self.mesh, mode)
+        heads, size = self.analysis.heads[name.rpartition(".")[0]], norm_size(module)
+        if size == heads.head_dim:
+            return HeadNorm(module, self.mesh, mode)
+        return kind.convert(
+            module, norm_eps(module), self.mesh, mode, heads.normalised(size, self.mesh, self.analysis.mode)
         )
 
     def dropout(self, name: str, p: float, mode: Mode, *, inner: int = 0, whole: bool = False) -> Dropout:

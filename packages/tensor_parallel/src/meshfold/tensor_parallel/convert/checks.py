@@ -200,7 +200,8 @@ def _check_code(analysis: Analysis, name: str, heads: Heads) -> None:
         analysis.modules[name],
         heads.heads // analysis.mode.head_divisor(analysis.mesh) * heads.head_dim,
     )
-    trial = partial(AttentionTrial, name, module, heads, analysis.mesh, analysis.mode, biases, split)
+    norms = tuple(analysis.children(name, "head_norm"))
+    trial = partial(AttentionTrial, name, module, heads, analysis.mesh, analysis.mode, biases, split, norms)
     if why := trial(_input_width(analysis, name)).why_not():
         if _only_attention(analysis, name) and not analysis.adapted and not trial(local, stand_in=True).why_not():
             analysis.stand_ins[name] = local
@@ -264,19 +265,20 @@ def _check_region(analysis: Analysis, name: str) -> None:
 
 
 def _check_head_norm(analysis: Analysis, name: str) -> None:
-    """Raise a LayoutError for a norm of queries or keys that does not normalise each head separately."""
+    """Raise a LayoutError for a norm of queries or keys that normalises neither each head separately nor all of them together."""
     attention = name.rpartition(".")[0]
     size = norm_size(analysis.modules[name])
-    whole = f"keep all of the attention whole: {attention!r}: 'replicate'"
     if attention not in analysis.heads:
         raise LayoutError(
             f"{name}: a norm of heads must be a child of the module that holds the attention's projections; give it the "
             f"rule 'norm' if it normalises the residual stream"
         )
-    if size != analysis.heads[attention].head_dim:
+    heads = analysis.heads[attention]
+    if size != heads.head_dim and heads.normalised(size, analysis.mesh, analysis.mode) is None:
         raise LayoutError(
-            f"{name}: normalises {size} elements together, but heads of {analysis.heads[attention].head_dim} are split over "
-            f"ranks: let it normalise each head by itself, or {whole}"
+            f"{name}: normalises {size} elements together, neither a head of {heads.head_dim} nor all {heads.heads} or "
+            f"{heads.kv_heads} of them: let it normalise each head by itself, or keep all of the attention whole: "
+            f"{attention!r}: 'replicate'"
         )
 
 

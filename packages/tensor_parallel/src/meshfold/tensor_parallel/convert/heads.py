@@ -64,6 +64,13 @@ class Heads:
             else ()
         )
 
+    def normalised(self, size: int, mesh: Mesh, mode: Mode) -> Part | None:
+        """Return the part of a projection that a norm of ``size`` normalises, all heads together: of queries, or of keys. None for
+        any other size.
+        """
+        widths = {self.kv_heads * self.head_dim: self.repeat(mesh, mode), self.heads * self.head_dim: 1}
+        return Part(size, widths[size]) if size in widths else None
+
     def check(self, name: str, mesh: Mesh, mode: Mode) -> None:
         """Raise a LayoutError if the heads cannot be split."""
         blocks = mode.head_divisor(mesh)

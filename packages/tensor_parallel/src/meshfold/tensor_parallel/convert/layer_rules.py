@@ -179,12 +179,14 @@ class PatchRule(LayerRule[PatchEmbedding]):
 
 
 class NormRule(LayerRule[LayerNorm | RMSNorm]):
-    """Rule of a norm of the stream."""
+    """Rule of a norm of the stream, or of all heads together, which stay the heads that they are."""
 
     def check(self, found: Tracker, layer: LayerNorm | RMSNorm, given: Tensor) -> None:
         _check_columns(found, layer, given, layer.columns)
 
     def result(self, found: Tracker, layer: LayerNorm | RMSNorm, given: Tensor, shape: Shape) -> Dims:
+        if layer.of_heads:
+            return found.dims(given)
         return (*found.dims(given)[:-1], block(shape[-1], spanning_axes(layer.mesh, layer.columns), grain=-1))
 
     def token_axes(self, layer: LayerNorm | RMSNorm) -> tuple[Iterable[str], Iterable[str]]:

@@ -1,8 +1,11 @@
-"""LayerNorm and RMSNorm of a residual stream whose hidden dim may be split.
+"""LayerNorm and RMSNorm of a dim that may be split: the residual stream's, or that of all heads together (OLMo 2).
 
 RMSNorm takes one all-reduce of row statistics over the axes of the hidden dim (sum of squares). LayerNorm takes two: mean, then
-centred sum, since E[x²] − E[x]² would lose its digits. Either backward takes one. None is needed if the hidden dim is whole.
-Weights are split like the hidden dim; their gradients are summed over the axes that split tokens.
+centred sum, since E[x²] − E[x]² would lose its digits. Either backward takes one. None is needed if the dim is whole.
+Weights are split like the dim; their gradients are summed over the axes that split tokens.
+
+Key heads that several ranks hold count once for each of them, in the sums as in the size that these are divided by: each copy gets
+the gradient of its own readers, and the projection before the norm adds those up.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from torch import Tensor, nn
 
 from meshfold import kernels
 from meshfold.kernels.fuse import Norm
-from meshfold.mesh import Mesh, Placement, collectives
+from meshfold.mesh import Mesh, Part, Placement, collectives, metadata
 from meshfold.mesh.collectives import bind_enter, traceable_result
 from meshfold.tensor_parallel.layers.base import (
     ShardedLayer,
@@ -23,12 +26,17 @@ from meshfold.tensor_parallel.layers.base import (
     to_norm_dtype,
     without_autocast,
 )
+from meshfold.tensor_parallel.layers.repeated_spans import bind_sum_repeated, repeated_spans
 from meshfold.tensor_parallel.modes import Mode, find_mode, split_evenly
 from meshfold.tensor_parallel.module_kinds import eps_for, norm_eps, norm_kind, norm_offset, norm_size
 
 
 class _Norm(ShardedLayer):
-    """Base of both norms: shards of weight and bias, and the axes that split rows and columns."""
+    """Base of both norms: shards of weight and bias, and the axes that split rows and columns.
+
+    Attributes:
+        of_heads: it normalises all heads of queries or keys together, not the residual stream.
+    """
 
     weight: nn.Parameter | None
     bias: nn.Parameter | None
@@ -44,16 +52,21 @@ class _Norm(ShardedLayer):
         bias: Tensor | None,
         mesh: Mesh,
         mode: Mode,
+        heads: Part | None = None,
     ) -> None:
         mesh.require(*mode.axes, what=f"mode {mode.name!r}")
-        residual = mode.layout("residual")
         self.mesh, self.mode, self.hidden, self.eps = mesh, mode, hidden, eps
-        self.tokens, self.columns = residual["m"], residual["h"]
-        split_evenly(hidden, self.columns, mesh, f"a norm's hidden size {hidden}")
-        place = Placement(shape=(hidden,), axes=(self.columns,))
+        self.of_heads = heads is not None
+        self.tokens, self.columns = mode.layout("residual" if heads is None else "hidden").values()
+        repeat = 1 if heads is None else heads.repeat
+        self._counted = hidden * repeat
+        split_evenly(self._counted, self.columns, mesh, f"a norm's hidden size {hidden}")
+        place = Placement(shape=(hidden,), axes=(self.columns,), parts={} if heads is None else {0: (heads,)})
         for name, parameter in (("weight", weight), ("bias", bias)):
             self.register_parameter(name, None if parameter is None else shard_parameter(parameter, place, mesh))
+        known = next((metadata(p) for p in (self.weight, self.bias) if p is not None), None)
         self._enter = bind_enter(mesh, self.tokens)
+        self._sum_repeated = bind_sum_repeated(mesh, 0, repeated_spans(known, 0, mesh))
         self._normalise = self._bind(eps_for(eps, torch.float32))
         self._normalise_float64 = self._bind(eps_for(eps, torch.float64))
 
@@ -62,12 +75,17 @@ class _Norm(ShardedLayer):
         raise NotImplementedError
 
     @classmethod
-    def convert(cls, module: nn.Module, eps: float | None, mesh: Mesh, mode: Mode) -> Self:
-        """Return a norm with this rank's shards of a whole norm's weight and bias."""
+    def convert(cls, module: nn.Module, eps: float | None, mesh: Mesh, mode: Mode, heads: Part | None = None) -> Self:
+        """Return a norm with this rank's shards of a whole norm's weight and bias.
+
+        Args:
+            heads: the norm reads these heads, as a column layer writes them, and normalises all of them together; None: it reads
+                the residual stream.
+        """
         made = cls.__new__(cls)
         nn.Module.__init__(made)
         weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
-        made._take_over(norm_size(module), eps, weight, bias, mesh, mode)
+        made._take_over(norm_size(module), eps, weight, bias, mesh, mode, heads)
         made.offset = norm_offset(module)
         made.train(module.training)
         return made
@@ -87,7 +105,7 @@ class _Norm(ShardedLayer):
             return normalise(x, *parameters)
 
     def _entered(self, parameter: nn.Parameter | None) -> Tensor | None:
-        return None if parameter is None else self._enter(parameter)
+        return None if parameter is None else self._enter(self._sum_repeated(parameter))
 
     def _factor(self) -> Tensor | None:
         weight = self._entered(self.weight)
@@ -115,8 +133,8 @@ class RMSNorm(_Norm):
         self._take_over(hidden, eps, weight, None, mesh, find_mode(mode))
 
     def _bind(self, eps: float) -> Callable[..., Tensor]:
-        key = ("rms_norm", self.columns, self.hidden, eps)
-        return self.mesh.once(key, lambda: bind_rms_norm(self.mesh, self.columns, self.hidden, eps))
+        key = ("rms_norm", self.columns, self._counted, eps)
+        return self.mesh.once(key, lambda: bind_rms_norm(self.mesh, self.columns, self._counted, eps))
 
     def forward(self, x: Tensor) -> Tensor:
         return self._normalised(x, self._factor())
@@ -144,8 +162,8 @@ class LayerNorm(_Norm):
         self._take_over(hidden, eps, weight, shift, mesh, find_mode(mode))
 
     def _bind(self, eps: float) -> Callable[..., Tensor]:
-        key = ("layer_norm", self.columns, self.hidden, eps)
-        return self.mesh.once(key, lambda: bind_layer_norm(self.mesh, self.columns, self.hidden, eps))
+        key = ("layer_norm", self.columns, self._counted, eps)
+        return self.mesh.once(key, lambda: bind_layer_norm(self.mesh, self.columns, self._counted, eps))
 
     def forward(self, x: Tensor) -> Tensor:
         return self._normalised(to_norm_dtype(x), self._factor(), self._entered(self.bias))

@@ -1,0 +1,90 @@
+"""Norms of queries and keys, of each head or of all together, are those of one process in every mode."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from tensor_parallel_checks import CASES, assert_gradients_equal, gradients, mesh_of, seeded, whole_gradients
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from meshfold.mesh.testing import run_on_ranks
+from meshfold.tensor_parallel import parallelize
+
+HEADS, KEY_HEADS, SIZE = 4, 2, 6
+HIDDEN = HEADS * SIZE
+
+
+class Attention(nn.Module):
+    """Norms of all heads come before the heads are told apart, others after."""
+
+    def __init__(self, norm: Callable[[int, int], nn.Module], together: bool) -> None:
+        super().__init__()
+        self.head_dim, self.together = SIZE, together
+        self.q_proj, self.o_proj = nn.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, HIDDEN)
+        self.k_proj, self.v_proj = (nn.Linear(HIDDEN, KEY_HEADS * SIZE) for _ in range(2))
+        self.q_norm, self.k_norm = norm(HEADS, SIZE), norm(KEY_HEADS, SIZE)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        if self.together:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k, v = (y.unflatten(-1, (-1, SIZE)).transpose(1, 2) for y in (q, k, v))
+        if not self.together:
+            q, k = self.q_norm(q), self.k_norm(k)
+        return self.o_proj(F.scaled_dot_product_attention(q, k, v, enable_gqa=True).transpose(1, 2).flatten(2))
+
+
+class Block(nn.Module):
+    def __init__(self, attention: nn.Module) -> None:
+        super().__init__()
+        self.norm, self.attention = nn.LayerNorm(HIDDEN), attention
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.attention(self.norm(x))
+
+
+class Model(nn.Module):
+    def __init__(self, attention: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(32, HIDDEN), nn.Linear(HIDDEN, 32)
+        self.blocks = nn.ModuleList(Block(attention()) for _ in range(2))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+NORMS: dict[str, Callable[[], nn.Module]] = {
+    "RMSNorm of each head": lambda: Attention(lambda heads, size: nn.RMSNorm(size), together=False),
+    "RMSNorm of all heads": lambda: Attention(lambda heads, size: nn.RMSNorm(heads * size), together=True),
+    "LayerNorm of all heads": lambda: Attention(lambda heads, size: nn.LayerNorm(heads * size), together=True),
+}
+
+
+def compare(kind: str) -> None:
+    serial = seeded(lambda: Model(NORMS[kind]))
+    ids = torch.randint(32, (4, 6), generator=torch.Generator().manual_seed(3))
+    wanted = F.cross_entropy(serial(ids).flatten(0, 1), ids.flatten())
+    wanted.backward()
+    for mode, axes in CASES[4]:
+        if axes[0][0] == "data":
+            continue
+        model = copy.deepcopy(serial)
+        model.zero_grad()
+        parallelize(model, mesh_of(axes), mode)
+        found = F.cross_entropy(model(ids).flatten(0, 1), ids.flatten())
+        found.backward()
+        assert abs(float(found.detach() - wanted.detach())) < 1e-9, (kind, mode, axes)
+        assert_gradients_equal(whole_gradients(model, mesh_of(axes)), gradients(serial), (kind, mode, axes))
+
+
+@pytest.mark.parametrize("kind", NORMS)
+def test_norms_of_queries_and_keys_are_those_of_one_process(kind: str) -> None:
+    """With fewer key heads than ranks in 1d, which count once."""
+    run_on_ranks(4, compare, kind)
