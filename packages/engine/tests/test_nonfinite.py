@@ -33,6 +33,18 @@ class Roots(nn.Module):
         return (x - x.detach()).sqrt() if (x > POISON / 2).any() else x
 
 
+class DividesInPlace(nn.Linear):
+    """Changes a view that it returns: the history of its output is made when it is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+
+    def forward(self, input: Tensor) -> Tensor:
+        y = super().forward(input[:, None])
+        y[:, 0] = Divides()(input)
+        return y
+
+
 class Model(nn.Module):
     def __init__(self, middle: nn.Module) -> None:
         super().__init__()
@@ -73,6 +85,7 @@ FOUND = {
         dict(x=POISON),
         r"arose in the forward of middle\.1 \(Divides\): its inputs are finite, its output has ",
     ),
+    "forward in place": (DividesInPlace, dict(x=POISON), r"arose in the forward of middle\.1 \(DividesInPlace\): "),
     "backward": (
         Roots,
         dict(x=POISON),

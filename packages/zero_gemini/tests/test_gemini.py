@@ -70,6 +70,21 @@ class InPlace(Model):
         return self.head(self.norm(x))
 
 
+class ChangedLinear(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        y = super().forward(input)
+        y[:, 0] = y[:, 0] * 0.5
+        return y
+
+
+class InPlaceInside(InPlace):
+    """A unit writes into a view of what it returns: the history of its output is made when it is asked for."""
+
+    def __init__(self, recompute: bool = False) -> None:
+        super().__init__(recompute)
+        self.blocks = nn.ModuleList(ChangedLinear(WIDTH, WIDTH) for _ in range(4))
+
+
 class Listed(nn.ModuleList):
     """A list with a parameter of its own, which the module around it reads."""
 
@@ -199,7 +214,7 @@ def test_accumulation_and_recomputation(stage: int) -> None:
     run_on_ranks(2, compare, stage, 1000, "adamw", 3, True, 0.5)
 
 
-@pytest.mark.parametrize("kind", [InPlace, Holders])
+@pytest.mark.parametrize("kind", [InPlace, InPlaceInside, Holders])
 def test_other_models(kind: type[Model]) -> None:
     run_on_ranks(2, compare, 3, 600, "adamw", 1, False, 0.5, kind)
 

@@ -278,6 +278,7 @@ class _Eye:
                 self._note("parameter", f"{self._names[module].partition(' (')[0]}.{name}", wrong)
         for value in tree_leaves((args, kwargs)):
             if isinstance(value, Tensor) and value.requires_grad and torch.is_grad_enabled():
+                _ = value.grad_fn  # makes the history of a changed view: torch 2.13's register_hook crashes without
                 value.register_hook(self._backward(self._names[module], value))
 
     def _after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:

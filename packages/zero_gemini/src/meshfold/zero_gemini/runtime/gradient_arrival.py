@@ -18,6 +18,7 @@ def watch_output(output: Any, begin: Callable[[Tensor], None]) -> None:
     """
     for tensor in tree_flatten(output)[0]:
         if isinstance(tensor, Tensor) and tensor.requires_grad:
+            _ = tensor.grad_fn  # makes a changed view's new history: torch 2.13's register_hook crashes on one without
             tensor.register_hook(begin)
             base = tensor._base
             if base is not None and base.requires_grad:
