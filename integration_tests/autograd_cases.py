@@ -209,6 +209,12 @@ KERNELS = (
         of_shapes(lambda x: K.routing_totals(x, x.softmax(1), PAIRS[:4].view(-1, 1) % 2)[1], (4, WIDTH)),
     ),
     Case("kernels.token_rows._Take", "", 1, of_shapes(lambda x: K.take_rows(x, PAIRS, PLACES), (4, WIDTH))),
+    Case(
+        "kernels.token_rows._TakeWeighted",
+        "",
+        1,
+        of_shapes(lambda x, w: K.take_weighted_rows(x, w, PAIRS, PLACES), (4, WIDTH), (4, 2)),
+    ),
     Case("kernels.token_rows._Sum", "", 1, of_shapes(lambda x: K.sum_rows(x, PAIRS, PLACES), (5, WIDTH))),
     Case(
         "kernels.token_rows._Sum",

@@ -64,6 +64,13 @@ def test_rows_are_copies_and_sums_are_weighted(rounded_once: Callable[..., None]
                 if places[t, i] >= 0:
                     sums[t] += towards[places[t, i]].double()
         rounded_once(dx, sums, "gradient of tokens")
+        copied, of_rows = K.take_weighted_rows(x, weights, pairs, places)
+        for t, i in ((t, i) for t in range(TOKENS) for i in range(EACH) if places[t, i] >= 0):
+            assert torch.equal(copied[places[t, i]], x[t]) and of_rows[places[t, i]] == weights[t, i]
+        numbers = torch.randn(ROWS).to(dtype)
+        dx, dweights = torch.autograd.grad((copied, of_rows), [x, weights], (towards, numbers))
+        rounded_once(dx, sums, "gradient of tokens with weights")
+        assert torch.equal(dweights, torch.where(places >= 0, numbers[places.clamp(min=0)], 0))
 
 
 def test_no_tokens_and_no_rows() -> None:
@@ -82,5 +89,7 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
         K.take_rows(torch.zeros(4, 2), pairs, places)
     with pytest.raises(ValueError, match="rows must be"):
         K.sum_rows(torch.zeros(4, 2), pairs, places)
+    with pytest.raises(ValueError, match=r"weights must be \[n, j\]"):
+        K.take_weighted_rows(torch.zeros(TOKENS, 2), torch.zeros(TOKENS, 1), pairs, places)
     with pytest.raises(ValueError, match="weights"):
         K.sum_rows(torch.zeros(ROWS, 2), pairs, places, torch.zeros(TOKENS, 1))

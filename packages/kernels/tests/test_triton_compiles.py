@@ -219,6 +219,8 @@ def test_all_kernels_compile(compiler: Compiler, monkeypatch: pytest.MonkeyPatch
     K.sum_rows(
         K.take_rows(x, places.flatten(), places), places.flatten(), places, torch.ones(8, 3, requires_grad=True)
     ).sum().backward()
+    copied, of_rows = K.take_weighted_rows(x, torch.ones(8, 3, requires_grad=True), places.flatten(), places)
+    (copied.sum() + of_rows.sum()).backward()
     logits = torch.zeros(8, 128, requires_grad=True)
     chosen, weights, shares = K.softmax_choice(logits, 8, normalize=True)
     (weights.sum() + K.routing_totals(logits, shares, chosen)[1].sum()).backward()

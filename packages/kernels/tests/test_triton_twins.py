@@ -427,6 +427,8 @@ def test_token_rows(sizes: tuple[int, int, int, int], dtype: torch.dtype) -> Non
     pairs = torch.zeros(rows, dtype=torch.int64).scatter(0, targets, slots).to(DEVICE)
     x = seeded(tokens, 2 * hidden, dtype=dtype)[:, :hidden]
     agree(lambda x: K.take_rows(x, pairs, places)[targets], x, scale=each)
+    given = seeded(tokens, each, seed=3)
+    agree(lambda x, w: [y[targets] for y in K.take_weighted_rows(x, w, pairs, places)], x, given, scale=each)
     summands = seeded(rows, 2 * hidden, dtype=dtype, seed=1)[:, hidden:]
     weights = seeded(tokens, each, seed=2)
     named = targets.to(DEVICE)  # the gradients of others are undefined without weights

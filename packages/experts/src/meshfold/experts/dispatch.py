@@ -30,7 +30,7 @@ from meshfold.experts.counting import rank_places
 from meshfold.experts.exchange import Exchange, send_back, send_routing
 from meshfold.experts.expert_rows import ExpertRows, RowSource, Run
 from meshfold.experts.ways import ToAll, ToSome, Way
-from meshfold.kernels import expert_places, pairs_of, sum_rows, take_rows
+from meshfold.kernels import expert_places, pairs_of, sum_rows, take_rows, take_weighted_rows
 from meshfold.mesh import Group, SpecError, all_gather, all_to_all
 from meshfold.mesh.processes import is_simulated, start_largest
 from meshfold.mesh.spec import EXCHANGES
@@ -284,12 +284,15 @@ def _here(
     if index.is_meta and counts is None:
         counts = _evenly(rows, experts)
     places, pairs, ends = expert_places(index, experts, rows)
+    values: Tensor
     of_rows = None
     if weighs:
-        of_rows = take_rows(weights.reshape(-1, 1), pairs, places.reshape(-1, 1)).squeeze(1)
+        values, of_rows = take_weighted_rows(tokens, weights, pairs, places)
+    else:
+        values = take_rows(tokens, pairs, places)
     outputs = run(
         ExpertRows(
-            values=take_rows(tokens, pairs, places),
+            values=values,
             ends=ends,
             counts=counts,
             weights=of_rows,

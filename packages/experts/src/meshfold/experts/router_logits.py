@@ -38,8 +38,9 @@ class _Logits(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dlogits: Tensor) -> Any:
         x, weight = ctx.saved_tensors
-        high = dlogits.to(x.dtype)
-        both = torch.cat([high, (dlogits - high).to(x.dtype)], 1)
+        both = x.new_empty(dlogits.shape[0], 2 * dlogits.shape[1])
+        high, low = both.chunk(2, 1)
+        torch.sub(dlogits, high.copy_(dlogits), out=low)
         dx = both @ torch.cat([weight, weight]) if ctx.needs_input_grad[0] else None
         dweight = (
             _product(both.t(), x).unflatten(0, (2, -1)).sum(0).to(weight.dtype) if ctx.needs_input_grad[1] else None

@@ -43,8 +43,9 @@ class Router(nn.Module):
         """The number of experts that it chooses of."""
         return self._experts
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # dispatch, which follows, is eager too
     def forward(self, x: Tensor) -> Routing:
-        """Route n tokens ``[n, h]``. Products of 16-bit operands are computed in float32."""
+        """Route n tokens ``[n, h]``, outside of compiled graphs. Products of 16-bit operands are computed in float32."""
         with nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False):
             routing = self.choose(router_logits(x, self.weight))
         self.keep(routing)

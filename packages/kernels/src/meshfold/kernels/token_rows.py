@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from meshfold.kernels import dispatch
@@ -30,6 +31,23 @@ def take_rows(x: Tensor, pairs: Tensor, places: Tensor) -> Tensor:
     _check(places, pairs, x.shape[0])
     y: Tensor = _Take.apply(x, pairs, places)
     return y
+
+
+def take_weighted_rows(x: Tensor, weights: Tensor, pairs: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
+    """Copy each token and the weights of its pairs to its rows: ``[n, h], [n, j] -> [m, h], [m]``, in one pass, as backward is.
+
+    Args:
+        x, pairs, places: as of :func:`take_rows`.
+        weights: [n, j].
+
+    Raises:
+        ValueError: if the shapes do not fit.
+    """
+    _check(places, pairs, x.shape[0])
+    if weights.shape != places.shape:
+        raise ValueError(f"weights must be [n, j] as places are, {list(places.shape)}, got {list(weights.shape)}")
+    y, of_rows = _TakeWeighted.apply(x, weights, pairs, places)
+    return y, of_rows
 
 
 def sum_rows(rows: Tensor, pairs: Tensor, places: Tensor, weights: Tensor | None = None) -> Tensor:
@@ -75,6 +93,20 @@ class _Take(torch.autograd.Function):
         return ctx.summed(dy, pairs, places, None), None, None
 
 
+class _TakeWeighted(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weights: Tensor, pairs: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(pairs, places)
+        ctx.gradients = dispatch.twin(weighted_take_gradients, x)
+        return dispatch.twin(taken_weighted, x)(x, weights, pairs, places)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor, dof_rows: Tensor) -> Any:
+        pairs, places = ctx.saved_tensors
+        return *ctx.gradients(dy, dof_rows, pairs, places), None, None
+
+
 class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, pairs: Tensor, places: Tensor, weights: Tensor | None) -> Tensor:
@@ -98,6 +130,16 @@ class _Sum(torch.autograd.Function):
 def taken(x: Tensor, pairs: Tensor, places: Tensor) -> Tensor:
     """``n h -> m h``: the token of each row that a place names; other rows are undefined."""
     return x.index_select(0, pairs // places.shape[1])
+
+
+def taken_weighted(x: Tensor, weights: Tensor, pairs: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
+    """``n h, n j -> m h, m``: the token and the weight of each row that a place names; others are undefined."""
+    return taken(x, pairs, places), weights.flatten().index_select(0, pairs)
+
+
+def weighted_take_gradients(dy: Tensor, dof_rows: Tensor, pairs: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
+    """``m h, m -> n h, n j``: the sum over the rows of each token, and the number of the row of each place, zero without one."""
+    return summed(dy, pairs, places, None), F.pad(dof_rows, (0, 1))[places.long()]  # place -1 is the zero behind the rows
 
 
 def summed(rows: Tensor, pairs: Tensor, places: Tensor, weights: Tensor | None) -> Tensor:

@@ -18,12 +18,15 @@ _WIDEST = 65536  # columns per program
 def _take(
     x,
     places,
+    weights,
     y,
+    of_rows,
     tokens,
     columns,
     each,
     x_row,
     y_row,
+    WEIGHTED: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
@@ -36,6 +39,9 @@ def _take(
     for i in range(each):
         place = tl.load(places + token * each + i, mask=real, other=-1).to(tl.int64)
         tl.store(y + place[:, None] * y_row + column, value, mask=(place >= 0)[:, None] & (column < columns))
+        if WEIGHTED:
+            weight = tl.load(weights + token * each + i, mask=real)
+            tl.store(of_rows + place, weight, mask=place >= 0)
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -44,12 +50,15 @@ def _sum(
     places,
     weights,
     y,
+    of_rows,
+    of_places,
     tokens,
     columns,
     each,
     rows_row,
     y_row,
     WEIGHTED: tl.constexpr,
+    NUMBERS: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
@@ -65,6 +74,9 @@ def _sum(
         if WEIGHTED:
             x = x * tl.load(weights + token * each + i, mask=named, other=0.0).to(tl.float32)[:, None]
         total += x
+        if NUMBERS:  # of rows, copied to their places
+            number = tl.load(of_rows + place, mask=named, other=0.0)
+            tl.store(of_places + token * each + i, number, mask=real)
     tl.store(y + token[:, None] * y_row + column, total.to(y.dtype.element_ty), mask=real[:, None] & (column < columns))
 
 
@@ -104,9 +116,21 @@ def _sum_gradients(
 def taken(x: Tensor, pairs: Tensor, places: Tensor) -> Tensor:
     if x.shape[1] > _WIDEST:
         return plain.taken(x, pairs, places)
+    return _take_rows(x, None, pairs, places)[0]
+
+
+def taken_weighted(x: Tensor, weights: Tensor, pairs: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
+    if x.shape[1] > _WIDEST:
+        return plain.taken_weighted(x, weights, pairs, places)
+    return _take_rows(x, weights.contiguous(), pairs, places)
+
+
+def _take_rows(x: Tensor, weights: Tensor | None, pairs: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the rows, and their weights if there are weights."""
     x = as_rows(x)
     tokens, each = places.shape
     y = x.new_empty(pairs.shape[0], x.shape[1])
+    of_rows = y if weights is None else weights.new_empty(pairs.shape[0])
     high, wide, warps = tile(x.shape[1])
     launch(
         _take,
@@ -114,25 +138,40 @@ def taken(x: Tensor, pairs: Tensor, places: Tensor) -> Tensor:
         x,
         x,
         places.contiguous(),
+        x if weights is None else weights,
         y,
+        of_rows,
         tokens,
         x.shape[1],
         each,
         x.stride(0),
         y.stride(0),
+        WEIGHTED=weights is not None,
         ROWS=high,
         COLUMNS=wide,
         num_warps=warps,
     )
-    return y
+    return y, of_rows
 
 
 def summed(rows: Tensor, pairs: Tensor, places: Tensor, weights: Tensor | None) -> Tensor:
     if rows.shape[1] > _WIDEST:
         return plain.summed(rows, pairs, places, weights)
+    return _sum_rows(rows, places, weights, None)[0]
+
+
+def weighted_take_gradients(dy: Tensor, dof_rows: Tensor, pairs: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
+    if dy.shape[1] > _WIDEST:
+        return plain.weighted_take_gradients(dy, dof_rows, pairs, places)
+    return _sum_rows(dy, places, None, dof_rows.contiguous())
+
+
+def _sum_rows(rows: Tensor, places: Tensor, weights: Tensor | None, of_rows: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return the sums, and the numbers of rows at their places if there are numbers."""
     rows = as_rows(rows)
     tokens, each = places.shape
     y = rows.new_empty(tokens, rows.shape[1])
+    of_places = y if of_rows is None else of_rows.new_empty(tokens, each)
     high, wide, warps = tile(rows.shape[1])
     launch(
         _sum,
@@ -142,17 +181,20 @@ def summed(rows: Tensor, pairs: Tensor, places: Tensor, weights: Tensor | None) 
         places.contiguous(),
         places if weights is None else weights.contiguous(),
         y,
+        y if of_rows is None else of_rows,
+        of_places,
         tokens,
         rows.shape[1],
         each,
         rows.stride(0),
         y.stride(0),
         WEIGHTED=weights is not None,
+        NUMBERS=of_rows is not None,
         ROWS=high,
         COLUMNS=wide,
         num_warps=warps,
     )
-    return y
+    return y, of_places
 
 
 def sum_gradients(dy: Tensor, rows: Tensor, pairs: Tensor, places: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
