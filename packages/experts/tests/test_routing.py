@@ -326,7 +326,7 @@ def test_rows_are_counted_in_runs_of_tokens_too() -> None:
         assert rows.tolist() == [int(((index >= 3 * r) & (index < 3 * r + 3)).any(1).sum()) for r in (0, 1)]
 
 
-def test_compiled_layers_leave_the_experts_to_eager_code() -> None:
+def test_compiled_layers_leave_the_router_and_the_experts_to_eager_code() -> None:
     torch.manual_seed(0)
     layer = MixtureOfExperts(16, 24, 4, 2, shared=8)
     graphs: list[str] = []
@@ -342,4 +342,5 @@ def test_compiled_layers_leave_the_experts_to_eager_code() -> None:
         gradients = [torch.autograd.grad(run(x).square().sum(), [x, *layer.parameters()]) for run in (compiled, layer)]
         for got, wanted in zip(*gradients, strict=True):
             torch.testing.assert_close(got, wanted)
-    assert graphs and not any("grouped_mm" in code or "autograd_function" in code for code in graphs)
+    eager = ("grouped_mm", "autograd_function", "softmax")
+    assert graphs and not any(word in code for code in graphs for word in eager)

@@ -1,7 +1,8 @@
 """Tokens copied into rows, one for each expert or rank that works on them, and rows summed back into tokens.
 
 A token has up to j rows. ``places[t, i]`` is the row of its i-th pair, or -1 for none; ``pairs[row]`` is the pair t·j + i of a row:
-each the inverse of the other. :func:`take_rows` and :func:`sum_rows` without weights are adjoint.
+each the inverse of the other. :func:`take_rows` and :func:`sum_rows` without weights are adjoint. :func:`take_weighted_rows` copies
+a number of each pair, too.
 """
 
 from __future__ import annotations
@@ -139,7 +140,8 @@ def taken_weighted(x: Tensor, weights: Tensor, pairs: Tensor, places: Tensor) ->
 
 def weighted_take_gradients(dy: Tensor, dof_rows: Tensor, pairs: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
     """``m h, m -> n h, n j``: the sum over the rows of each token, and the number of the row of each place, zero without one."""
-    return summed(dy, pairs, places, None), F.pad(dof_rows, (0, 1))[places.long()]  # place -1 is the zero behind the rows
+    numbers = F.pad(dof_rows, (0, 1))  # place -1 is the zero behind the rows
+    return summed(dy, pairs, places, None), numbers[places.long()]
 
 
 def summed(rows: Tensor, pairs: Tensor, places: Tensor, weights: Tensor | None) -> Tensor:
