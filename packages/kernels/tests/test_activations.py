@@ -92,6 +92,19 @@ def test_bias_gelu(approximate: str, dtype: torch.dtype, shape: tuple[int, ...],
     )
 
 
+@pytest.mark.parametrize(
+    "activation",
+    [lambda x: K.swiglu(x), lambda x: K.swiglu2(x, x), lambda x: K.bias_gelu(x), lambda x: K.dropout(x, 0.5, 1, 2)],
+)
+def test_results_may_be_changed_in_place(activation: Callable[[Tensor], Tensor]) -> None:
+    """As behind torch's own: ``y = act(x); y *= 2``."""
+    x = torch.randn(2, 3, 8, dtype=torch.float64, requires_grad=True)
+    y = activation(x)
+    y *= 2
+    (got,), (wanted,) = torch.autograd.grad(y.sum(), x), torch.autograd.grad(2 * activation(x).sum(), x)
+    torch.testing.assert_close(got, wanted)
+
+
 def test_gradcheck() -> None:
     x, u, b = (seeded(3, 4, seed=i).requires_grad_() for i in range(3))
     assert torch.autograd.gradcheck(K.swiglu, (x,))

@@ -288,6 +288,29 @@ def test_a_sum_is_made_by_the_norm_behind_it(case: str, monkeypatch: pytest.Monk
         assert torch.allclose(got, expected, rtol=1e-4, atol=1e-5)
 
 
+class CountingStream(Stream):
+    """Changes its buffers in every mode: one in place, one by another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("decay", torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.decay = self.decay * 0.5
+        return super().forward(x * self.decay)
+
+
+def test_a_trial_changes_no_buffer() -> None:
+    model = nn.Sequential(nn.Identity(), CountingStream())
+    buffers = dict(model.named_buffers())
+    values = {name: buffer.clone() for name, buffer in buffers.items()}
+    fuse(model, **ALWAYS)
+    for name, buffer in model.named_buffers():
+        assert buffer is buffers[name] and torch.equal(buffer, values[name]), name
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_no_sum_waits_beyond_a_checkpoint(reentrant: bool) -> None:
     torch.manual_seed(0)

@@ -125,6 +125,24 @@ def test_fused_residual_add_with_one_output_unused() -> None:
     assert torch.equal(torch.autograd.grad(summed.sum(), (x, residual))[0], torch.ones_like(x))
 
 
+@pytest.mark.parametrize("norm", ["rms", "layer", "add_rms"])
+def test_results_may_be_changed_in_place(norm: str) -> None:
+    """As behind torch's own norms: ``y = norm(x); y *= 2``."""
+    x, w, other = seeded(2, 3, 8).requires_grad_(), seeded(8, seed=1).requires_grad_(), seeded(2, 3, 8, seed=2)
+
+    def made() -> Tensor:
+        if norm == "layer":
+            return K.layer_norm(x, w, None)
+        return K.rms_norm(x, w) if norm == "rms" else K.add_rms_norm(x, other, w)[0]
+
+    y = made()
+    y *= 2
+    y[:, 0] = y[:, 0] * 3
+    wanted = made() * torch.tensor([6.0, 2.0, 2.0], dtype=x.dtype)[:, None]
+    for got, expected in zip(grads((y,), (x, w)), grads((wanted,), (x, w)), strict=True):
+        torch.testing.assert_close(got, expected)
+
+
 def test_gradcheck() -> None:
     x, r = seeded(3, 5).requires_grad_(), seeded(3, 5, seed=1).requires_grad_()
     w, b = seeded(5, seed=2).requires_grad_(), seeded(5, seed=3).requires_grad_()

@@ -12,6 +12,7 @@ Error Linear Units", 2016.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -23,7 +24,7 @@ from meshfold.kernels.fp8 import Fp8Tensor
 from meshfold.kernels.fp8_casts import cast_rows
 from meshfold.kernels.fp8_inputs import Fp8Source, offer_input
 from meshfold.kernels.functions import applied, once_differentiable
-from meshfold.kernels.inputs import as_rows, check_alike, check_vector, compute_dtype, contiguous_like
+from meshfold.kernels.inputs import as_rows, check_alike, check_vector, compute_dtype, contiguous_like, result_of_shape
 
 Activation = Literal["silu", "gelu", "gelu tanh"]
 
@@ -116,7 +117,7 @@ class _Fused(torch.autograd.Function):
         gate, up = as_rows(gate_up).chunk(2, 1)
         ctx.gradients = dispatch.twin(gated_gradients, gate_up)
         y = _forward(gate, up, "silu", source)
-        return y.reshape(*gate_up.shape[:-1], gate.shape[1])
+        return _result(y, (*gate_up.shape[:-1], gate.shape[1]), source)
 
     @staticmethod
     @once_differentiable
@@ -152,7 +153,7 @@ class _Separate(torch.autograd.Function):
         ctx.save_for_backward(gate, up)
         ctx.gradients, ctx.kind = dispatch.twin(gated_gradients, gate), kind
         y = _forward(as_rows(gate), as_rows(up), kind, source)
-        return y.reshape_as(gate)
+        return _result(y, gate.shape, source)
 
     @staticmethod
     @once_differentiable
@@ -162,6 +163,11 @@ class _Separate(torch.autograd.Function):
         dgate, dup = contiguous_like(rows), contiguous_like(others)
         ctx.gradients(as_rows(dy), rows, others, dgate, dup, ctx.kind)
         return dgate.view_as(gate), dup.view_as(up), None, None
+
+
+def _result(y: Tensor, shape: Sequence[int], source: Fp8Source | None) -> Tensor:
+    # fp8 products that were offered y see by its version whether it has changed, and a view shares that.
+    return result_of_shape(y, shape) if source is None else y.reshape(shape)
 
 
 def _forward(gate: Tensor, up: Tensor, kind: Activation, source: Fp8Source | None) -> Tensor:
@@ -208,8 +214,7 @@ class _BiasGelu(torch.autograd.Function):
         ctx.gradients = dispatch.twin(gelu_gradients, x)
         ctx.tanh = tanh
         ctx.save_for_backward(x, bias)
-        y = dispatch.twin(gelu, x)(as_rows(x), bias, tanh)
-        return y.reshape_as(x)
+        return result_of_shape(dispatch.twin(gelu, x)(as_rows(x), bias, tanh), x.shape)
 
     @staticmethod
     @once_differentiable

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from meshfold.kernels import dispatch
 from meshfold.kernels.functions import once_differentiable
-from meshfold.kernels.inputs import as_rows, compute_dtype
+from meshfold.kernels.inputs import as_rows, compute_dtype, result_of_shape
 from meshfold.kernels.random_bits import bits_of, plain, stream, top24
 
 
@@ -84,8 +84,7 @@ class _Dropout(torch.autograd.Function):
         ctx.drop = dispatch.twin(drop, x)
         # A plain attribute suffices: state and row numbers are neither inputs nor outputs.
         ctx.arguments = arguments
-        y: Tensor = ctx.drop(as_rows(x), *arguments)
-        return y.reshape(x.shape)
+        return result_of_shape(ctx.drop(as_rows(x), *arguments), x.shape)
 
     @staticmethod
     @once_differentiable

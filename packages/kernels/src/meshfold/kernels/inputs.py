@@ -40,6 +40,19 @@ def as_rows(x: Tensor) -> Tensor:
     return rows if rows.stride(1) == 1 or rows.shape[1] <= 1 else rows.contiguous()
 
 
+def result_of_shape(y: Tensor, shape: Sequence[int]) -> Tensor:
+    """Return what a Function has made, in the shape of its input, for it to return; nothing else may hold ``y``.
+
+    It is no view: autograd forbids in-place changes of one that a Function returns, and ``y = norm(x); y *= 2`` must work as
+    behind torch's own norm.
+    """
+    found = y.reshape(shape)
+    if torch.compiler.is_compiling() or not found._is_view():
+        return found
+    unviewed: Tensor = torch.ops.aten._unsafe_view(found, found.shape)
+    return unviewed
+
+
 def contiguous_like(x: Tensor) -> Tensor:
     """Return memory for a result of the same shape, dtype and device, contiguous.
 

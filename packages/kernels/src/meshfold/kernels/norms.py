@@ -19,7 +19,7 @@ from meshfold.kernels.fp8 import Fp8Tensor
 from meshfold.kernels.fp8_casts import cast_rows
 from meshfold.kernels.fp8_inputs import Fp8Source, offer_input
 from meshfold.kernels.functions import applied, once_differentiable
-from meshfold.kernels.inputs import as_rows, check_alike, check_vector, compute_dtype
+from meshfold.kernels.inputs import as_rows, check_alike, check_vector, compute_dtype, result_of_shape
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float = 1e-6, *, source: Fp8Source | None = None) -> Tensor:
@@ -133,7 +133,10 @@ class _Norm(torch.autograd.Function):
         y, _, mean, rstd = _forward(x, None, weight, bias, eps, centred, source)
         ctx.save_for_backward(x, weight, mean, rstd)
         ctx.bias_dtype = None if bias is None else bias.dtype
-        return y if x.ndim == 2 else y.reshape_as(x)
+        if x.ndim == 2:
+            return y
+        # fp8 products that were offered y see by its version whether it has changed, and a view shares that.
+        return result_of_shape(y, x.shape) if source is None else y.reshape_as(x)
 
     @staticmethod
     @once_differentiable
@@ -157,7 +160,8 @@ class _AddNorm(torch.autograd.Function):
         ctx.gradients = dispatch.twin(gradients, x)
         y, summed, mean, rstd = _forward(x, residual, weight, bias, eps, centred, source)
         if x.ndim != 2:
-            y, summed = y.reshape_as(x), summed.reshape_as(x)
+            y = result_of_shape(y, x.shape) if source is None else y.reshape_as(x)
+            summed = result_of_shape(summed, x.shape)
         ctx.save_for_backward(summed, weight, mean, rstd)
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.x_dtype = x.dtype

@@ -224,7 +224,8 @@ def _trial(module: nn.Module, forward: Any, norms: Mapping[str, Norm]) -> tuple[
 def _tried(call: _Call, module: nn.Module, forward: Call, children: Mapping[str, Any], inputs: list[Any]) -> Any:
     """Run a forward in eval mode; return its results with gradients, and the sums that norms computed."""
     trial = object.__new__(type(module))
-    trial.__dict__ = {**module.__dict__, "training": False}
+    buffers = {name: buffer if buffer is None else buffer.clone() for name, buffer in module._buffers.items()}
+    trial.__dict__ = {**module.__dict__, "training": False, "_buffers": buffers}
     with torch.enable_grad():
         leaves = [each if each is None else each.clone().requires_grad_() for each in inputs]
         found = call.run(trial, forward, children, leaves, {})
