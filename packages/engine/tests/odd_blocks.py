@@ -187,6 +187,23 @@ class InPlaceOutside(Model):
 # -- how blocks are called ------------------------------------------------------------------------------------------------
 
 
+class Computed(Model):
+    """Calls its blocks with weights that it computes."""
+
+    def chain(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = torch.func.functional_call(block, {name: p * 0.5 for name, p in block.named_parameters()}, (x,))
+        return x
+
+
+class ComputedInside(Block):
+    """Calls a layer with weights that it computes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = {name: p * 0.5 for name, p in self.up.named_parameters()}
+        return x + self.down(self.act(torch.func.functional_call(self.up, weights, (self.norm(x),))))
+
+
 class Keyword(Block):
     def forward(self, *, hidden: Tensor, scale: float) -> Tensor:  # type: ignore[override]
         return super().forward(hidden) * scale
@@ -487,6 +504,8 @@ MODELS: dict[str, Make] = {
     "first": lambda: order(0, 1, 2, 3, block=partial(InPlace, "first")),
     "in place outside": InPlaceOutside,
     "keywords": partial(kind, Keywords, Keyword),
+    "computed": partial(kind, Computed),
+    "computed inside": lambda: order(0, 1, 2, 3, block=ComputedInside),
     "looping": partial(kind, Looping),
     "twice": partial(kind, Twice),
     "backwards": partial(kind, Backwards),

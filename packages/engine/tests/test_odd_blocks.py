@@ -24,6 +24,7 @@ REFUSED = {
     "twice": "block 0 is called after block 3",
     "backwards": "block 2 is called after block 3",
     "skipping half": "stage 1 has blocks 2 to 3 of blocks, but the model's forward calls none of them",
+    "computed": r"block 1 is called with a computed tensor as its norm.weight, as torch.func.functional_call",
     "skips": "at block 2 among others, and a stage sends on only",
     "summing": "at block 2 among others, and a stage sends on only",
     "answers": "a Answering returns a Answer, whose contents are unknown",

@@ -167,6 +167,22 @@ def test_frozen_parameters_and_inputs_without_gradient() -> None:
     assert_close(gradients(split), gradients(plain), 1e-12)
 
 
+def test_weights_that_functional_call_puts_in_their_place_get_their_own_gradients() -> None:
+    def scaled(module: Block, factor: Tensor) -> Tensor:
+        weights = {name: p * factor for name, p in module.named_parameters()}
+        return torch.func.functional_call(module, weights, (inputs(1)[0],)).square().sum()
+
+    plain, split = block(), block()
+    factors = [torch.tensor(1.5, dtype=torch.float64, requires_grad=True) for _ in range(2)]
+    queue = defer_weight_gradients(split)
+    scaled(plain, factors[0]).backward()
+    with queue.collecting(0):
+        scaled(split, factors[1]).backward()
+    queue.compute(0)
+    assert_close(gradients(split), gradients(plain), 1e-12)
+    torch.testing.assert_close(factors[1].grad, factors[0].grad)
+
+
 def test_hooks_of_parameters_run_and_copies_are_ordinary() -> None:
     split, seen = block(), []
     queue = defer_weight_gradients(split)

@@ -13,6 +13,7 @@ from meshfold.mesh.parameters.deferred_wgrad import (
     after_gradients,
     defer_weight_grad,
     gradient_scope,
+    may_defer,
 )
 from meshfold.mesh.parameters.grad_norm import (
     clip_gradient_values,
@@ -70,6 +71,7 @@ __all__ = [
     "gradient_shards",
     "holders_factor",
     "max_over_ranks",
+    "may_defer",
     "metadata",
     "metadata_on",
     "number_keys",

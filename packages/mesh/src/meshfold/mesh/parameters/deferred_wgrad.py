@@ -166,6 +166,14 @@ class DefersWeightGrad(Protocol):
         ...
 
 
+def may_defer(parameter: Tensor | None) -> bool:
+    """Return True for what a layer may defer the gradient of: its parameter, or none.
+
+    ``torch.func.functional_call`` puts computed tensors in a parameter's place for one call. Autograd makes their gradients.
+    """
+    return parameter is None or isinstance(parameter, nn.Parameter)
+
+
 def defer_weight_grad(ticket: Tensor, x: Tensor, dy: Tensor) -> Tensor | None:
     """Make dw of x and dy, now or later, and return the gradient of the ticket; called by a backward."""
     if torch.compiler.is_compiling():

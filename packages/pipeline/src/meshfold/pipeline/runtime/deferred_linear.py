@@ -27,6 +27,7 @@ from meshfold.mesh.parameters import (
     accumulate_grad,
     accumulate_grad_product,
     defer_weight_grad,
+    may_defer,
 )
 
 
@@ -94,6 +95,8 @@ class _Deferring:
             or not torch.is_grad_enabled()
             or not weight.requires_grad
             or (bias is not None and not bias.requires_grad)
+            or not may_defer(weight)
+            or not may_defer(bias)
         ):
             return F.linear(x, weight.t() if self._turned else weight, bias)
         free = None if bias is None else bias.detach()

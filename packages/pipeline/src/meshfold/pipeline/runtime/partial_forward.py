@@ -32,7 +32,7 @@ from meshfold.mesh.random import after_calls_elsewhere
 from meshfold.mesh.tracking import part_of_model, set_tracked_layout, tracker, untracked, without_tracking
 from meshfold.pipeline.errors import ChainError
 from meshfold.pipeline.runtime.block_outputs import OutputForm, OutputForms
-from meshfold.pipeline.runtime.placeholders import AbsentBlock, TensorPlaceholder, sign
+from meshfold.pipeline.runtime.placeholders import AbsentBlock, TensorPlaceholder, check_own_parameters, sign
 from meshfold.pipeline.runtime.side_effects import unscaled_tables, without_randomness, without_reentrant_checkpoints
 from meshfold.pipeline.runtime.stage_border import Crossing, Layouts, check_handed_on, inject, layouts_of
 
@@ -365,6 +365,7 @@ class PartialForward:
         return tree_unflatten(made, spec)
 
     def _look_at(self, run: _Run, index: int, before: int, args: Any, kwargs: Any) -> Any:
+        check_own_parameters(self.blocks[index], index)
         leaves, _ = tree_flatten((args, kwargs))
         travels: dict[int, Tensor] = {}
         for place, leaf in enumerate(leaves):

@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 
 from meshfold.mesh import Group, LayoutError, all_reduce, annotate, metadata
 from meshfold.mesh.tracking import set_tracked_layout, tracked_layout
+from meshfold.pipeline.errors import ChainError
 
 
 class AbsentBlock(nn.Module):
@@ -52,6 +53,29 @@ class AbsentBlock(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.kind} of another rank"
+
+
+def check_own_parameters(block: nn.Module, index: int) -> None:
+    """Check that a block is called with its own parameters, which its stage has.
+
+    Args:
+        block: as it is called now.
+        index: its number; the first stage runs what is before block 0 with gradients.
+
+    Raises:
+        ChainError: for a tensor in a parameter's place. A stage runs the code before its first block without gradients.
+    """
+    if index == 0:
+        return
+    for path, module in block.named_modules():
+        for name, parameter in module._parameters.items():
+            if type(parameter) is Tensor:
+                raise ChainError(
+                    f"block {index} is called with a computed tensor as its {path + '.' if path else ''}{name}, as "
+                    "torch.func.functional_call does. A stage that begins with this block would compute it without a graph, and "
+                    f"the parameters behind it would get no gradient: let the {type(block).__name__} compute it in its own "
+                    "forward, as torch.nn.utils.parametrize does, or use a spec without pipeline"
+                )
 
 
 class TensorPlaceholder:

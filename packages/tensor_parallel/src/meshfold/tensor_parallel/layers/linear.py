@@ -30,7 +30,7 @@ from torch.nn import functional
 from meshfold.kernels import Fp8Recipe, Fp8Weight
 from meshfold.mesh import Layout, LayoutError, Mesh, Part, Placement, metadata
 from meshfold.mesh.collectives import bind_collect, bind_enter, bind_take, identity
-from meshfold.mesh.parameters import MatmulOperands, WeightGradSite, accumulate_grad
+from meshfold.mesh.parameters import MatmulOperands, WeightGradSite, accumulate_grad, may_defer
 from meshfold.tensor_parallel.fp8_matmul import Fp8Gather, bind_fp8_lowering
 from meshfold.tensor_parallel.layers.base import (
     BatchShape,
@@ -338,6 +338,8 @@ class Linear(ShardedLayer):
             x = exchange.to_tokens(x.reshape(-1, x.shape[-1]))
         # Not under autocast: dw is deferred for the parameter itself, not for a cast copy.
         site = self._site if torch.is_grad_enabled() and weight.requires_grad and not is_autocast(x) else None
+        if site is not None and not may_defer(self.weight):
+            site = None
         cast = None if self.fp8_weight is None or is_autocast(x) else self.fp8_weight.get(self.weight)
         if cast is not None:
             products = self._cast_products
