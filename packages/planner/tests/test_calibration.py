@@ -32,8 +32,11 @@ from meshfold.planner.calibration import (
     typical_link,
     write_machine,
 )
+from meshfold.planner.calibration.fits import share_and_lag
 from meshfold.planner.calibration.launches import Counts, HostSeconds, counted, launches_of
 from meshfold.planner.calibration.messages import hidden_of
+from meshfold.planner.calibration.operators import calls_of, moved, operator_rates
+from meshfold.planner.calibration.samples import side_samples
 from meshfold.planner.clock import Work
 from meshfold.planner.efficiency import Efficiency, Launches, Link
 
@@ -131,7 +134,13 @@ def test_a_measured_kind_takes_its_own_link_inside_a_node() -> None:
 
 @pytest.mark.parametrize("name", MACHINES)
 def test_a_machine_is_read_as_it_was_written(name: str, tmp_path: Path) -> None:
-    reached = Efficiency(by_flop={"bf16": ((1e6, 0.5), (1e9, 1.0))}, attention={64: 0.4})
+    reached = Efficiency(
+        by_flop={"bf16": ((1e6, 0.5), (1e9, 1.0))},
+        by_side={"bf16": ((256.0, 0.5), (1024.0, 0.9))},
+        attention={64: 0.4, 128: 0.5},
+        lag={64: 300.0, 128: 0.0},
+        by_name={"aten.gelu": 0.8, "dropout.drop": 1.2},
+    )
     link = Link(latency=1e-5, rate=1e9, error=0.1, by_size=((1e3, 1e-5), (1e6, 1e-3)))
     machine = replace(MACHINES[name], efficiency=reached, collectives={"all_reduce": link})
     file = tmp_path / "new" / "machine.json"
@@ -152,7 +161,9 @@ def test_a_machine_is_read_as_it_was_written(name: str, tmp_path: Path) -> None:
         ({"kind": "tpu"}, "kind='tpu' must be 'gpu' or 'cpu'"),
         ({"collectives": {"shift": {"latency": 0}}}, "collectives: shift: 'rate' is missing"),
         ({"collectives": {"shift": {"latency": 0, "rate": 1, "by_size": [[1, 2], [2, 1]]}}}, "seconds that never fall"),
-        ({"efficiency": {"by_flop": {"bf16": [[2, 0.5], [1, 1.0]]}}}, "by rising FLOP"),
+        ({"efficiency": {"by_flop": {"bf16": [[2, 0.5], [1, 1.0]]}}}, "by_flop must have its pairs by rising FLOP"),
+        ({"efficiency": {"by_side": {"bf16": [[2, 0.5], [1, 1.0]]}}}, "by_side must have its pairs by rising side"),
+        ({"efficiency": {"lag": {"64": -1}}}, "lag=-1 must be a number above 0"),
     ],
 )
 def test_a_wrong_file_says_what_to_change(change: dict[str, Any], said: str, tmp_path: Path) -> None:
@@ -175,6 +186,33 @@ def test_what_matmuls_hide_of_gathers() -> None:
     assert hidden_of(2.0, 2.0, 2.0) == 1.0 and hidden_of(2.0, 2.0, 4.0) == 0.0
     assert hidden_of(1.0, 3.0, 3.5) == 0.5
     assert hidden_of(2.0, 2.0, 5.0) == 0.0 and hidden_of(2.0, 2.0, 1.9) == 1.0  # noise
+
+
+def test_attention_with_few_and_many_keys() -> None:
+    share, lag = share_and_lag({keys: 0.8 * keys / (keys + 200.0) for keys in (1024, 256)})
+    assert (share, lag) == (pytest.approx(0.8), pytest.approx(200.0))
+    reached = Efficiency(attention={64: share}, lag={64: lag})
+    assert reached.of_attention(80, 200) == pytest.approx(0.4) and reached.of_attention(80) == pytest.approx(0.8)
+    assert share_and_lag({256: 0.6, 1024: 0.5}) == (0.5, 0.0)  # noise
+    assert share_and_lag({256: 0.1, 1024: 0.5}) == (0.5, 0.0)  # more than the keys explain
+    assert share_and_lag({512: 0.5}) == (0.5, 0.0)
+
+
+def test_what_plans_count_of_measured_operators() -> None:
+    """Each by the name that plans know it by, on a GPU too; the rate that follows is that of its counted bytes."""
+    on_cpu = operator_rates(torch.device("cpu"), TINY, torch.float32)
+    assert {"aten.gelu_backward", "aten.sum", "aten.cat", "aten.masked_fill", "aten._softmax"} < set(on_cpu)
+    meta = torch.device("meta")
+    on_gpu = [moved(work, "gpu") for work in calls_of(meta, "gpu", TINY, torch.bfloat16)]
+    assert {"dropout.drop": 2 * 2 * 1024**2} in on_gpu  # reads and writes a tensor of 16 bits
+    assert {"norms.whole", "norms.gradients"} < {name for counts in on_gpu for name in counts}
+    assert "dropout.drop" not in on_cpu and all(rate > 0 for rate in on_cpu.values())
+
+
+def test_narrow_products_are_measured_by_their_side() -> None:
+    found = side_samples(1e30, torch.device("cpu"), TINY, torch.float32)
+    assert set(found) == {16, 32} and all(0 < share < 1e-6 for share in found.values())
+    assert set(side_samples(1e-9, torch.device("cpu"), TINY, torch.float32).values()) == {1.0}  # no more than the whole
 
 
 def test_launches_explain_the_seconds_that_a_model_took() -> None:

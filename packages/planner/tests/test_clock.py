@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +16,7 @@ from meshfold.mesh import ParallelSpec
 from meshfold.mesh.model_io import DryRun, Operator
 from meshfold.models import GPT, GPTConfig, Llama, LlamaConfig
 from meshfold.planner import MACHINES, Estimate, Machine, estimate, step_speed, step_times
-from meshfold.planner.clock import Phases, Work, attention_share, optimizer_seconds
+from meshfold.planner.clock import Phases, Work, attention_share, operator_seconds, optimizer_seconds
 from meshfold.planner.efficiency import Launches
 from meshfold.planner.estimates import Times
 
@@ -47,6 +48,60 @@ def test_an_operator_takes_the_longer_of_flop_and_bytes() -> None:
     assert (work + work * 2).flop == 3 * work.flop
     assert attention_share(64) < attention_share(128) == attention_share(256)
     assert optimizer_seconds(82, replace(H200, memory_rate=100.0)) == pytest.approx(1.0)
+
+
+def test_narrow_products_few_keys_and_slow_names_take_longer() -> None:
+    reached = replace(
+        H200.efficiency,
+        matmuls=1.0,
+        by_side={"bf16": ((100, 0.5), (400, 1.0))},
+        attention={64: 0.5},
+        lag={64: 300.0},
+        by_name={"aten.gelu": 0.25},
+    )
+    flat = replace(H200, flops={"bf16": 1e12, "fp32": 1e11, "fp8": 1e13}, memory_rate=1e9, efficiency=reached)
+
+    def took(operator: Operator, precision: str = "bf16") -> float:
+        return operator_seconds(operator, flat, precision)
+
+    assert [took(Operator(10**12, side=side)) for side in (0, 50, 200, 900)] == pytest.approx([1, 2, 4 / 3, 1])
+    assert took(Operator(10**12, side=50), "fp32") == pytest.approx(10)  # not measured
+    assert took(Operator(10**12, side=50, fp8=True)) == pytest.approx(0.1)
+    assert [took(Operator(10**12, head_dim=64, keys=keys)) for keys in (0, 300)] == pytest.approx([2, 4])
+    assert took(Operator(10**12, head_dim=64, keys=300), "fp32") == pytest.approx(
+        20 * 1.1
+    )  # a query's begin is as quick
+    assert [took(Operator(0, 10**9, name=name)) for name in ("aten.gelu", "aten.add")] == pytest.approx([4, 1])
+
+
+def test_operators_have_the_sides_and_names_that_are_measured() -> None:
+    x, weight = torch.empty(64, 32, device="meta"), torch.empty(48, 32, device="meta")
+    with DryRun() as run, Work.counted(run) as counter:
+        torch.nn.functional.linear(x, weight, torch.empty(48, device="meta"))
+        torch.bmm(x.expand(5, 64, 32), weight.t().expand(5, 32, 48))
+        x.add_(1).add(1)
+        rms_norm(x, torch.empty(32, device="meta"))
+    assert [(one.side, one.name) for one in counter.counts if one.flop] == [(32, ""), (32, "")]
+    names = Counter(dict.fromkeys(("aten.add", "norms.whole"), 0))
+    for operator, count in counter.counts.items():
+        if operator.name in names:
+            names[operator.name] += count
+    assert names == {"aten.add": 2, "norms.whole": 1}
+
+
+def test_a_gpu_widens_scores_inside_of_the_softmax() -> None:
+    """And a CPU before it: a copy in float32 that is counted."""
+    scores = torch.empty(8, 16, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    found = {}
+    for kind in ("gpu", "cpu"):
+        with DryRun() as run, Work.counted(run, kind=kind) as counter:
+            for softmax in (torch.softmax, torch.Tensor.softmax, torch.nn.functional.softmax):
+                weights = softmax(scores, dim=-1, dtype=torch.float32)
+                weights.backward(weights.detach())
+                assert weights.dtype is torch.float32
+        found[kind] = sum(count for one, count in counter.counts.items() if one.name == "aten._to_copy")
+    assert found == {"gpu": 0, "cpu": 3 * 2}
+    assert scores.grad is not None and scores.grad.dtype is torch.bfloat16
 
 
 def test_products_that_are_added_in_place_are_counted() -> None:
@@ -88,7 +143,9 @@ def test_attention_counts_the_pairs_that_it_computes() -> None:
             torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=causal)
     flop = 2 * 2 * (2 * 8 * 32 * 32 * 16)
     attention = {operator for operator in counter.counts if operator.head_dim}
-    assert attention == {Operator(flop, head_dim=16, computed=share) for share in (0.5, 1.0)}
+    assert attention == {
+        Operator(flop, head_dim=16, computed=share, keys=keys) for share, keys in ((0.5, 16), (1.0, 32))
+    }
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from meshfold.mesh.errors import SpecError
 from meshfold.zero_gemini.memory.arena import Arena
-from meshfold.zero_gemini.profiler import LiveBytes, OperatorClock, StepTracer, Trace, WallClock
+from meshfold.zero_gemini.profiler import LiveBytes, OperatorClock, StepTracer, Trace, WallClock, roofline
 from meshfold.zero_gemini.runtime.module_hooks import Runtime
 from meshfold.zero_gemini.runtime.open_calls import OpenCalls
 from meshfold.zero_gemini.runtime.units import Unit, find_units
@@ -85,7 +85,7 @@ def traced(make: Callable[[], nn.Module], device: str = "meta") -> Trace:
     with torch.device(device):
         model = make()
     drop_gradients(model)
-    clock = OperatorClock(flops=1e9, bytes_per_second=1e9)
+    clock = OperatorClock(roofline(flops=1e9, bytes_per_second=1e9))
     with StepTracer(model, memory=LiveBytes(), clock=clock) as tracer:
         model(batch(device)).backward()
     return tracer.trace()
@@ -264,7 +264,7 @@ def test_what_keeping_takes(device: str) -> None:
     with torch.device(device):
         model = Model(lambda: Watched(tracers, next(numbers)))
     drop_gradients(model)
-    clock = OperatorClock(flops=1e9, bytes_per_second=1e9)
+    clock = OperatorClock(roofline(flops=1e9, bytes_per_second=1e9))
     tracers.append(StepTracer(model, memory=LiveBytes(), clock=clock))
     with tracers[0] as tracer:
         model(batch(device)).backward()
@@ -282,7 +282,7 @@ def test_what_keeping_takes(device: str) -> None:
 
 def test_seconds_are_those_of_the_operators() -> None:
     model = nn.Sequential(nn.Linear(256, 256, bias=False), nn.ReLU()).to("meta")
-    clock = OperatorClock(flops=1e12, bytes_per_second=1e12, attention=lambda head_dim: head_dim / 256)
+    clock = OperatorClock(roofline(flops=1e12, bytes_per_second=1e12))
     x = torch.empty(64, 256, device="meta")
     with clock:
         begin = clock.mark()
@@ -293,10 +293,11 @@ def test_seconds_are_those_of_the_operators() -> None:
     assert clock.seconds(begin, middle) == 2 * 64 * 256 * 256 / 1e12  # more than its bytes take
     assert clock.seconds(middle, end) == pytest.approx(2 * 4 * 64 * 256 / 1e12)  # reads and writes; views are free
     assert clock.flop == 2 * 64 * 256 * 256
-    clock.add_attention(10**12)
-    assert clock.seconds(end, clock.mark()) == pytest.approx(2.0)
     clock.add_attention(10**12, head_dim=64, computed=0.5)  # causal: half of the pairs
-    assert clock.seconds(end, clock.mark()) == pytest.approx(2.0 + 2.0)
+    assert clock.seconds(end, clock.mark()) == pytest.approx(0.5)
+    with clock.times(3):  # parts of one size, of which one runs
+        clock.add_attention(10**12)
+    assert clock.seconds(end, clock.mark()) == pytest.approx(0.5 + 3.0)
 
 
 def test_what_an_arena_gives_out_is_not_counted() -> None:

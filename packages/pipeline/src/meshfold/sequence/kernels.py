@@ -115,13 +115,13 @@ class MetaKernel:
     """Meta tensors, as in plans: what a flash kernel returns, without its intermediate results.
 
     Attributes:
-        count: called for each tile with its floating-point operations, masked pairs included, the size of a head, and the share of
-            the operations that kernels compute.
+        count: called for each tile with its floating-point operations, masked pairs included, the size of a head, the share of
+            the operations that kernels compute, and the number of its keys.
         computed: this share: a half where tiles stand for causal attention.
     """
 
     def __init__(self, computed: float = 1.0) -> None:
-        self.count: Callable[[int, int, float], None] | None = None
+        self.count: Callable[[int, int, float, int], None] | None = None
         self.computed = computed
 
     def forward(self, x: Pairs) -> tuple[Tensor, Tensor]:
@@ -138,7 +138,7 @@ class MetaKernel:
     def _tell(self, x: Pairs, features: int) -> None:
         if self.count is not None:
             flop = 2 * x.q.shape[:3].numel() * x.k.shape[1] * features
-            self.count(flop, x.q.shape[-1], 0.5 if x.causal else self.computed)
+            self.count(flop, x.q.shape[-1], 0.5 if x.causal else self.computed, x.k.shape[1])
 
 
 class FlashCPU:
@@ -280,7 +280,7 @@ _WIDEST = {"flash": 256, "cudnn": 128, "efficient": 256}
 
 
 @contextmanager
-def count_attention_flops(count: Callable[[int, int, float], None]) -> Iterator[None]:
+def count_attention_flops(count: Callable[[int, int, float, int], None]) -> Iterator[None]:
     """Context manager: call ``count`` for each tile of meta tensors with its floating-point operations, masked pairs included, the
     size of a head, and the share of the operations that kernels compute."""
     META_KERNEL.count = CAUSAL_META_KERNEL.count = count

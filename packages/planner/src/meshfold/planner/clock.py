@@ -17,7 +17,7 @@ from meshfold.mesh.model_io import FORWARD, DryRun, LiveBytes, Operator, Operato
 from meshfold.planner.efficiency import MATMULS, Efficiency
 from meshfold.planner.machines import Machine
 
-__all__ = ["MATMULS", "Phases", "Work", "attention_share", "kernels_of", "optimizer_seconds"]
+__all__ = ["MATMULS", "Phases", "Work", "attention_share", "kernels_of", "operator_seconds", "optimizer_seconds"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +94,7 @@ class Work:
             memory: counts the bytes that are alive, in which a kernel has its results only.
             kind: of the device: a CPU runs the operators of our kernels' references.
         """
+        stand_in.on_gpu = kind == "gpu"
         with ExitStack() as stack:
             counter = stack.enter_context(stand_in.counting(OperatorCounter()))
             live = None if memory is None else stack.enter_context(memory)
@@ -116,21 +117,11 @@ class Work:
 
     def phases(self, machine: Machine, precision: str) -> Phases:
         """Return its seconds on a machine by phase, of the device and of the host that launches its operators."""
-        reached = machine.efficiency
-        rates = {False: (precision, machine.flops[precision])}  # of operands in fp8 or not
-        rates[True] = ("fp8", machine.flops["fp8"]) if "fp8" in machine.flops else rates[False]
-        every = reached.matmuls * machine.flops[precision]
-        moved = reached.elementwise * machine.memory_rate
         spent = {True: 0.0, False: 0.0}  # after the forward, or in it
         launched = {True: 0.0, False: 0.0}
         for operator, count in self.operators.items():
-            if operator.head_dim:
-                rate = every * reached.of_attention(operator.head_dim)
-            else:
-                operands, flops = rates[operator.fp8]
-                rate = flops * reached.of_matmul(operands, operator.flop)
             later = operator.phase != FORWARD
-            spent[later] += count * max(operator.computed * operator.flop / rate, operator.bytes / moved)
+            spent[later] += count * operator_seconds(operator, machine, precision)
             launched[later] += count * machine.launches.of(operator)
         return Phases(
             forward=spent[False],
@@ -163,6 +154,23 @@ class Work:
             repeated_flop=times * self.repeated_flop,
             runs=max(1, times * self.runs),
         )
+
+
+def operator_seconds(operator: Operator, machine: Machine, precision: str) -> float:
+    """Return the seconds of an operator on a machine: the longer of its FLOP and of the bytes that it reads and writes."""
+    reached = machine.efficiency
+    moving = operator.bytes / (reached.of_memory(operator.name) * machine.memory_rate)
+    if not operator.flop:
+        return moving
+    if operator.head_dim:
+        rate = machine.flops[precision]
+        quickest = max(flops for name, flops in machine.flops.items() if name != "fp8")
+        # A query's begin and end take as long in every precision, and so as long as more keys where these are quicker.
+        rate *= reached.matmuls * reached.of_attention(operator.head_dim, operator.keys, rate / quickest)
+    else:
+        operands = "fp8" if operator.fp8 and "fp8" in machine.flops else precision
+        rate = machine.flops[operands] * reached.of_matmul(operands, operator.flop, operator.side)
+    return max(operator.computed * operator.flop / rate, moving)
 
 
 def kernels_of(kind: str, counter: OperatorCounter, live: LiveBytes | None = None) -> AbstractContextManager[None]:

@@ -26,34 +26,60 @@ class Efficiency:
         matmuls: share of ``flops`` that large matmuls reach one after the other.
         by_flop: by precision, pairs of a matmul's FLOP and the share of ``matmuls`` that matmuls of that size reach, by rising
             FLOP; without an entry all reach the whole.
-        attention: size of a head to the share of the matmuls' rate that attention reaches.
+        by_side: by precision, pairs of a product's smallest side and the share of ``matmuls`` that large products of that side
+            reach, by rising side: tiles begin and end once for each, however few their terms. Without an entry all reach the whole.
+        attention: size of a head to the share of the matmuls' rate that attention of long sequences reaches.
+        lag: size of a head to the keys in whose time a query begins and ends: with so many keys a query, attention reaches half of
+            its share. Without an entry 0.
         elementwise: share of ``memory_rate`` that operators without matmuls reach.
+        by_name: the same of operators that were measured, by the name that plans count them with.
         optimizer: share of ``memory_rate`` that the step of the optimizer reaches.
         hidden: share of a collective that matmuls hide while both run: they share cores, memory and power. 1: all of it.
     """
 
     matmuls: float = MATMULS
     by_flop: Mapping[str, tuple[tuple[float, float], ...]] = field(default_factory=dict)
+    by_side: Mapping[str, tuple[tuple[float, float], ...]] = field(default_factory=dict)
     attention: Mapping[int, float] = field(default_factory=lambda: dict(ATTENTION))
+    lag: Mapping[int, float] = field(default_factory=dict)
     elementwise: float = 1.0
+    by_name: Mapping[str, float] = field(default_factory=dict)
     optimizer: float = OPTIMIZER
     hidden: float = 1.0
 
-    def of_matmul(self, precision: str, flop: float) -> float:
-        """Return the share of ``flops`` that a matmul of this size reaches: between measured sizes by the logarithm of its FLOP."""
-        table = self.by_flop.get(precision, ())
-        if not table or flop >= table[-1][0]:
-            return self.matmuls * (table[-1][1] if table else 1.0)
-        upper = bisect_left(table, flop, key=lambda pair: pair[0])
-        if upper == 0:
-            return self.matmuls * table[0][1]
-        (low, before), (high, after) = table[upper - 1], table[upper]
-        way = math.log(flop / low) / math.log(high / low)
-        return self.matmuls * (before + way * (after - before))
+    def of_matmul(self, precision: str, flop: float, side: int = 0) -> float:
+        """Return the share of ``flops`` that a matmul reaches: what its FLOP or its smallest side (0: unknown) allows, if less."""
+        share = _share_at(self.by_flop.get(precision, ()), flop)
+        return self.matmuls * (min(share, _share_at(self.by_side.get(precision, ()), side)) if side else share)
 
-    def of_attention(self, head_dim: int) -> float:
-        """Return the share of the matmuls' rate that attention with heads of this size reaches: that of the nearest known size."""
-        return self.attention[min(self.attention, key=lambda size: abs(size - head_dim))]
+    def of_attention(self, head_dim: int, keys: int = 0, pace: float = 1.0) -> float:
+        """Return the share of the matmuls' rate that attention reaches, by the nearest known size of a head.
+
+        Args:
+            head_dim: size of a head.
+            keys: that a query is computed with, on average; 0: many.
+            pace: rate of its matmuls by that of the quickest precision, whose ``lag`` was measured.
+        """
+        share = self.attention[min(self.attention, key=lambda size: abs(size - head_dim))]
+        if not self.lag or not keys:
+            return share
+        lag = self.lag[min(self.lag, key=lambda size: abs(size - head_dim))]
+        return share * keys / (keys + pace * lag)
+
+    def of_memory(self, name: str) -> float:
+        """Return the share of ``memory_rate`` that an operator of a name reaches."""
+        return self.by_name.get(name, self.elementwise)
+
+
+def _share_at(table: tuple[tuple[float, float], ...], size: float) -> float:
+    """Return a share from pairs of size and share: between them by the logarithm, beyond them the last; without pairs 1."""
+    if not table or size >= table[-1][0]:
+        return table[-1][1] if table else 1.0
+    upper = bisect_left(table, size, key=lambda pair: pair[0])
+    if upper == 0:
+        return table[0][1]
+    (low, before), (high, after) = table[upper - 1], table[upper]
+    return before + math.log(size / low) / math.log(high / low) * (after - before)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,6 +19,7 @@ _MAY_BE_ZERO = {
     *(field.name for field in fields(Launches)),
     "hidden",
     "error",
+    "lag",
     "latency",
     "disk",
     "disk_read",
@@ -105,14 +106,14 @@ def _checked(name: str, value: Any, where: str) -> Any:
         if list(pairs) != sorted(pairs) or sorted(b for _, b in pairs) != [b for _, b in pairs]:
             raise SpecError(f"{where}: by_size must have its pairs by rising bytes, and seconds that never fall")
         return pairs
-    if name == "by_flop" and isinstance(value, dict):
+    if name in ("by_flop", "by_side") and isinstance(value, dict):
         tables = {
             one: tuple((_number(name, a, where), _number(name, b, where)) for a, b in value[one]) for one in value
         }
         if any(list(table) != sorted(table) for table in tables.values()):
-            raise SpecError(f"{where}: by_flop must have its pairs by rising FLOP")
+            raise SpecError(f"{where}: {name} must have its pairs by rising {'FLOP' if name == 'by_flop' else 'side'}")
         return tables
-    if name == "attention" and isinstance(value, dict) and value:
+    if name in ("attention", "lag") and isinstance(value, dict) and value:
         return {int(size): _number(name, share, where) for size, share in value.items()}
     if isinstance(value, dict):
         return {
@@ -122,7 +123,11 @@ def _checked(name: str, value: Any, where: str) -> Any:
 
 
 def _number(name: str, value: Any, where: str) -> float:
-    enough = isinstance(value, int | float) and not isinstance(value, bool) and (value > 0 or name in _MAY_BE_ZERO)
+    enough = (
+        isinstance(value, int | float)
+        and not isinstance(value, bool)
+        and (value > 0 or (name in _MAY_BE_ZERO and not value < 0))
+    )
     if not enough:
         raise SpecError(
             f"{where}: {name}={value!r} must be a number above 0: correct it, or measure again with meshfold calibrate"

@@ -27,7 +27,7 @@ from meshfold.mesh import Entry, Log, Mesh, record
 from meshfold.mesh.collectives.push import bytes_of_channel, channel_bytes, pushes
 from meshfold.mesh.model_io import DryRun, OperatorCounter
 from meshfold.mesh.spec import ZeroSpec
-from meshfold.planner.clock import Work, kernels_of
+from meshfold.planner.clock import Work, kernels_of, operator_seconds
 from meshfold.planner.estimates import Memory
 from meshfold.planner.machines import Machine
 from meshfold.planner.step_bytes import allocation_bytes, fixed_bytes
@@ -195,18 +195,14 @@ def trace_without_values(
         blocks: whose recomputation is observed.
     """
     live = LiveBytes(base_bytes=fixed_bytes(model, machine.kind), round_bytes=allocation_bytes(machine.kind))
-    clock = OperatorClock(
-        flops=machine.efficiency.matmuls * machine.flops[precision.name],
-        bytes_per_second=machine.efficiency.elementwise * machine.memory_rate,
-        attention=machine.efficiency.of_attention,
-        fp8_flops=machine.efficiency.matmuls * machine.flops.get("fp8", machine.flops[precision.name]),
-    )
+    clock = OperatorClock(lambda operator: operator_seconds(operator, machine, precision.name))
     handles = [
         parameter.register_post_accumulate_grad_hook(release_gradient)
         for parameter in model.parameters()
         if parameter.requires_grad
     ]
     stand_in.counter = clock  # the tracer enters it
+    stand_in.on_gpu = machine.kind == "gpu"
     try:
         with ExitStack() as stack:
             tracer = StepTracer(model, memory=live, clock=clock)

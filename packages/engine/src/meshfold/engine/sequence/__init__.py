@@ -52,7 +52,7 @@ def local_length(length: int, world: World) -> int:
 
 
 @contextmanager
-def counted_attention(spec: ParallelSpec, count: Callable[[int, int, float], None]) -> Iterator[None]:
+def counted_attention(spec: ParallelSpec, count: Callable[[int, int, float, int], None]) -> Iterator[None]:
     """Report the operations of attention over split sequences, for meta tensors, as :meth:`DryRun.add_attention` takes them."""
     if spec.sequence is None or spec.sequence.size == 1:
         yield

@@ -60,7 +60,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        count: Callable[[int, int, float], None],
+        count: Callable[[int, int, float, int], None],
         causal: bool,
         q: Tensor,
         k: Tensor,
@@ -73,7 +73,7 @@ class _Attention(torch.autograd.Function):
         out = q.new_empty((*lead, rows, heads, v.shape[-1])).transpose(-3, -2).view(*q.shape[:-1], v.shape[-1])
         ctx.save_for_backward(q, k, v, out, q.new_empty(q.shape[:-1], dtype=torch.float32), mask)
         ctx.count, ctx.computed = count, 0.5 if causal else 1.0
-        count(_pairs(q, k) * (q.shape[-1] + v.shape[-1]), q.shape[-1], ctx.computed)
+        count(_pairs(q, k) * (q.shape[-1] + v.shape[-1]), q.shape[-1], ctx.computed, k.shape[-2])
         return out
 
     @staticmethod
@@ -81,7 +81,7 @@ class _Attention(torch.autograd.Function):
         """Return the gradients of the three inputs."""
         q, k, v, *_ = ctx.saved_tensors
         # Five matmuls, including recomputed scores.
-        ctx.count(_pairs(q, k) * (3 * q.shape[-1] + 2 * v.shape[-1]), q.shape[-1], ctx.computed)
+        ctx.count(_pairs(q, k) * (3 * q.shape[-1] + 2 * v.shape[-1]), q.shape[-1], ctx.computed, k.shape[-2])
         return None, None, torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), None
 
 
@@ -99,6 +99,7 @@ class DryRun(TorchFunctionMode):
     Attributes:
         active: the one that is entered, if any.
         counter: of the operators that run, given attention too; None: nothing is counted.
+        on_gpu: operators are those of a GPU, whose softmax widens 16 bits to float32 by itself.
     """
 
     active: ClassVar[DryRun | None] = None
@@ -106,6 +107,7 @@ class DryRun(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.counter: OperatorCounter | None = None
+        self.on_gpu = False
         self._depth = 0
         self._handles: list[Any] = []
 
@@ -162,6 +164,10 @@ class DryRun(TorchFunctionMode):
             if named["query"].is_meta:  # trials of modules use real values
                 causal = bool(named.get("is_causal"))
                 return self._attention(causal, *(named.get(name) for name in names[:4]))
+        if func in _SOFTMAX and self.on_gpu:
+            softmax = _widening_softmax(*args, **(kwargs or {}))
+            if softmax is not None:
+                return softmax
         if func in (Tensor.__bool__, Tensor.item) and hasattr(args[0], "_holds"):
             return args[0]._holds
         if func is Tensor.__contains__ and args[0].is_meta:
@@ -180,10 +186,22 @@ class DryRun(TorchFunctionMode):
         found: Tensor = _Attention.apply(self.add_attention, causal, *given)
         return found
 
-    def add_attention(self, flop: int, head_dim: int = 128, computed: float = 1.0) -> None:
+    def add_attention(self, flop: int, head_dim: int = 128, computed: float = 1.0, keys: int = 0) -> None:
         """Count attention, forward or backward; see :meth:`OperatorCounter.add_attention`."""
         if self.counter is not None:
-            self.counter.add_attention(flop, head_dim, computed)
+            self.counter.add_attention(flop, head_dim, computed, keys)
+
+
+_SOFTMAX = (torch.softmax, Tensor.softmax, F.softmax)
+
+
+def _widening_softmax(
+    input: Tensor, dim: int | None = None, *_: object, dtype: torch.dtype | None = None, **__: object
+) -> Tensor | None:
+    """Return a softmax in float32 of 16 bits as one operator, on the meta device; None for any other."""
+    if not input.is_meta or dim is None or dtype is not torch.float32 or input.element_size() != 2:
+        return None
+    return torch._softmax(input, dim, True)
 
 
 def map_tensors(

@@ -28,6 +28,9 @@ class Operator:
         phase: in which it runs: :data:`FORWARD`, :data:`BACKWARD`, or :data:`REPEATED`: of a forward that a backward runs again.
         ours: it is one of our kernels, which Python launches.
         fp8: it multiplies operands in fp8.
+        side: smallest side of a product's matrices; 0: not known.
+        keys: of attention, those that a query is computed with, on average; 0: not known.
+        name: of an operator without FLOP, ``aten.gelu`` or ``dropout.drop``; one in place has the name of the other.
     """
 
     flop: int
@@ -37,6 +40,9 @@ class Operator:
     phase: str = "forward"
     ours: bool = False
     fp8: bool = False
+    side: int = 0
+    keys: int = 0
+    name: str = ""
 
 
 class OperatorCounter(TorchDispatchMode):
@@ -83,9 +89,13 @@ class OperatorCounter(TorchDispatchMode):
         finally:
             self._times = before
 
-    def add_attention(self, flop: int, head_dim: int = 128, computed: float = 1.0) -> None:
-        """Count attention that no operator shows: on the meta device :class:`DryRun` stands in for it."""
-        self.note(Operator(flop, head_dim=head_dim, computed=computed, phase=self._phase))
+    def add_attention(self, flop: int, head_dim: int = 128, computed: float = 1.0, keys: int = 0) -> None:
+        """Count attention that no operator shows: on the meta device :class:`DryRun` stands in for it.
+
+        ``keys``: that a query may see, of which a share is ``computed``.
+        """
+        seen = round(computed * keys)
+        self.note(Operator(flop, head_dim=head_dim, computed=computed, phase=self._phase, keys=seen))
 
     @contextmanager
     def repeating(self) -> Iterator[None]:
@@ -109,7 +119,8 @@ class OperatorCounter(TorchDispatchMode):
                 flop = self._inside
             finally:
                 self._inside, self._times = None, outside
-            self.note(Operator(flop, _bytes_of((args, kwargs, made)), phase=self._phase, ours=True))
+            moved, name = _bytes_of((args, kwargs, made)), "" if flop else _kernel_name(function)
+            self.note(Operator(flop, moved, phase=self._phase, ours=True, name=name))
             return made
 
         return run
@@ -130,10 +141,27 @@ class OperatorCounter(TorchDispatchMode):
             flop = 0 if formula is None else int(formula(*given, **kwargs, out_val=made))
             if self._inside is None:
                 fp8 = func.overloadpacket is torch.ops.aten._scaled_mm
-                self.note(Operator(flop, _bytes_of((args, kwargs, made)), phase=self._phase, fp8=fp8))
+                moved, side = _bytes_of((args, kwargs, made)), _smallest_side(func.overloadpacket, args)
+                name = "" if flop else str(func.overloadpacket).removesuffix("_")
+                self.note(Operator(flop, moved, phase=self._phase, fp8=fp8, side=side, name=name))
             else:
                 self._inside += self._times * flop
         return made
+
+
+def _kernel_name(function: Callable[..., Any]) -> str:
+    """Return a kernel's name: the last part of its module's, and its own."""
+    module, name = getattr(function, "__module__", ""), getattr(function, "__name__", "")
+    return f"{module.rpartition('.')[2]}.{name}"
+
+
+def _smallest_side(packet: Any, args: tuple[Any, ...]) -> int:
+    """Return the smallest of the three sides of a product of matrices; 0 of other operators."""
+    first = _FACTORS.get(packet)
+    if first is None:
+        return 0
+    left, right = args[first : first + 2]
+    return int(min(left.shape[-2], left.shape[-1], right.shape[-1]))
 
 
 def _bytes_of(values: Any) -> int:
@@ -141,6 +169,17 @@ def _bytes_of(values: Any) -> int:
     tensors = {id(x): x for x in tree_iter(values) if isinstance(x, Tensor)}
     return sum(x.numel() * x.element_size() for x in tensors.values())
 
+
+_FACTORS = {
+    torch.ops.aten.mm: 0,
+    torch.ops.aten.bmm: 0,
+    torch.ops.aten._scaled_mm: 0,
+    torch.ops.aten.addmm: 1,
+    torch.ops.aten.addmm_: 1,
+    torch.ops.aten.baddbmm: 1,
+    torch.ops.aten.baddbmm_: 1,
+}
+"""Products of two matrices: the place of the first among the arguments."""
 
 _MAKES_NOTHING = {
     torch.ops.aten.empty,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 
@@ -66,11 +66,34 @@ def matmul_shares(samples: Sequence[MatmulSample]) -> dict[str, tuple[tuple[floa
     """
     best = matmul_rates(samples)
     found: dict[str, list[tuple[float, float]]] = {}
-    for sample in sorted(samples, key=lambda sample: sample.flop):
-        pairs = found.setdefault(sample.precision, [])
-        share = sample.rate / best[sample.precision]
-        pairs.append((sample.flop, max(share, pairs[-1][1] if pairs else 0.0)))
-    return {precision: tuple(pairs) for precision, pairs in found.items()}
+    for sample in samples:
+        found.setdefault(sample.precision, []).append((sample.flop, sample.rate / best[sample.precision]))
+    return {precision: rising(pairs) for precision, pairs in found.items()}
+
+
+def rising(pairs: Iterable[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
+    """Return pairs of size and share by rising size, with no share below that of a smaller size."""
+    found: list[tuple[float, float]] = []
+    for size, share in sorted(pairs):
+        found.append((size, max(share, found[-1][1] if found else 0.0)))
+    return tuple(found)
+
+
+def share_and_lag(by_keys: Mapping[int, float]) -> tuple[float, float]:
+    """Return (share, lag) of attention from its shares with few and with many keys a query: ``share · keys / (keys + lag)``.
+
+    Args:
+        by_keys: keys a query and the share of matmuls' rate; of more than two, the first and the last by keys count.
+    """
+    few, many = min(by_keys), max(by_keys)
+    if few == many or by_keys[few] >= by_keys[many]:  # noise: no less than with many
+        return by_keys[many], 0.0
+    # 1 / share is linear in 1 / keys.
+    slope = (1 / by_keys[few] - 1 / by_keys[many]) / (1 / few - 1 / many)
+    whole = 1 / by_keys[many] - slope / many
+    if whole <= 0:  # all of it is for the query alone: as if the time of pairs could not be told
+        return by_keys[many], 0.0
+    return 1 / whole, slope / whole
 
 
 def fit_line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:

@@ -18,16 +18,20 @@ from meshfold.planner.calibration.fits import (
     fit_links,
     matmul_rates,
     matmul_shares,
+    rising,
+    share_and_lag,
     typical_link,
 )
 from meshfold.planner.calibration.launches import measure_launches
 from meshfold.planner.calibration.messages import hidden_share, message_samples
+from meshfold.planner.calibration.operators import operator_rates
 from meshfold.planner.calibration.samples import (
     DTYPES,
     Effort,
     attention_shares,
     matmul_samples,
     memory_rates,
+    side_samples,
     sustained_share,
 )
 from meshfold.planner.efficiency import Efficiency, Launches, Link
@@ -145,10 +149,18 @@ def _of_devices(
     memory = memory_rates(device, effort)
     sustained = sustained_share(best, device, effort)
     attention = attention_shares(sustained * flops[most], device, effort, DTYPES[most])
-    values = _mean(
-        [memory.copy, memory.elementwise, memory.optimizer, sustained, *attention.values()], everyone, device
+    # Products of a GPU are tiles, one for each of many processors; those of a CPU are not measured by their sides.
+    sides = side_samples(best.rate, device, effort, DTYPES[most]) if device.type == "cuda" else {}
+    operators = operator_rates(device, effort, DTYPES[most])
+    copy, elementwise, optimizer, sustained = _mean(
+        [memory.copy, memory.elementwise, memory.optimizer, sustained], everyone, device
     )
-    copy, elementwise, optimizer, sustained, *of_heads = values
+    of_heads = {
+        size: share_and_lag(dict(zip(by_keys, _mean([*by_keys.values()], everyone, device), strict=True)))
+        for size, by_keys in attention.items()
+    }
+    of_sides = rising(zip(sides, _mean([*sides.values()], everyone, device), strict=True))
+    rates = dict(zip(operators, _mean([*operators.values()], everyone, device), strict=True))
     absent = [precision for precision in base.flops if precision not in flops]
     notes = [f"matmuls in {', '.join(absent)}: those of {base.name}"] if absent else []
     return replace(
@@ -159,8 +171,11 @@ def _of_devices(
         efficiency=Efficiency(
             matmuls=sustained,
             by_flop=shares,
-            attention=dict(zip(attention, of_heads, strict=True)),
+            by_side={most: of_sides} if of_sides else {},
+            attention={size: share for size, (share, _) in of_heads.items()},
+            lag={size: lag for size, (_, lag) in of_heads.items()},
             elementwise=elementwise / copy,
+            by_name={name: rate / copy for name, rate in rates.items()},
             optimizer=optimizer / copy,
         ),
     ), notes

@@ -14,6 +14,7 @@ from meshfold.planner.calibration.fits import MatmulSample
 
 MiB = 2**20
 _MOST_ROWS = 64
+_CLOCK_HZ = 2e9  # at least as fast as a GPU counts the cycles that it waits
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 DTYPES["fp8"] = torch.float8_e4m3fn
 
@@ -28,7 +29,9 @@ class Effort:
         window_s: least seconds of one timing.
         repeats: timings of each sample, of which the fastest counts: other work on a machine only slows it down.
         steady_s: seconds of matmuls in sequence.
-        tokens: of attention's sequences.
+        narrow: the least and the largest of ``sides`` that narrow products are measured of.
+        rows: of these products.
+        tokens: of attention's longer sequences; a quarter of the shorter ones.
         attention_s: least seconds of one attention and its backward.
         memory_bytes: of a copy.
         message_bytes: of collectives' blocks, rising.
@@ -44,6 +47,8 @@ class Effort:
     window_s: float = 0.02
     repeats: int = 5
     steady_s: float = 2.0
+    narrow: tuple[int, int] = (256, 4096)
+    rows: int = 16384
     tokens: int = 2048
     attention_s: float = 0.004
     memory_bytes: int = 256 * MiB
@@ -60,6 +65,8 @@ TINY = Effort(
     window_s=0.0,
     repeats=1,
     steady_s=0.0,
+    narrow=(16, 32),
+    rows=64,
     tokens=32,
     attention_s=0.0,
     memory_bytes=MiB,
@@ -91,6 +98,29 @@ def _timed(work: Callable[[], object], device: torch.device, calls: int) -> floa
     return max(time.perf_counter() - begin, 1e-9) / calls
 
 
+def device_seconds(work: Callable[[], object], device: torch.device, effort: Effort) -> float:
+    """Return the seconds that the device takes for one call, as when the host is ahead of it: the fastest of several timings."""
+    if device.type != "cuda":
+        return best_seconds(work, device, effort)
+    work()
+    once = _timed(work, device, 1)
+    calls = max(1, min(1000, math.ceil(effort.window_s / once)))
+    return min(_queued(work, device, calls, calls * once) for _ in range(effort.repeats))
+
+
+def _queued(work: Callable[[], object], device: torch.device, calls: int, ahead_s: float) -> float:
+    """Return the device's seconds of one of several calls, which wait in its queue until the host has launched them all."""
+    with torch.cuda.device(device):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(math.ceil(ahead_s * _CLOCK_HZ))
+        begin.record()
+        for _ in range(calls):
+            work()
+        end.record()
+        end.synchronize()
+        return max(float(begin.elapsed_time(end)) / 1e3, 1e-9) / calls
+
+
 def wait(device: torch.device) -> None:
     """Wait until the device has done all work."""
     if device.type == "cuda":
@@ -111,6 +141,28 @@ def matmul_samples(device: torch.device, effort: Effort) -> list[MatmulSample]:
             found.append(MatmulSample(precision=precision, side=side, seconds=seconds))
             if seconds * 8 > effort.longest_s:
                 break
+    return found
+
+
+def side_samples(best: float, device: torch.device, effort: Effort, dtype: torch.dtype) -> dict[int, float]:
+    """Measure the products of a linear layer from ``side`` to four times as many features, by side: share of ``best`` in FLOP/s.
+
+    Means of a forward's, an input gradient's and a weight gradient's, of so many rows that the smallest side is the layer's.
+    """
+    found = {}
+    for side in effort.sides:
+        if not effort.narrow[0] <= side <= effort.narrow[1]:
+            continue
+        shapes = ((effort.rows, side), (4 * side, side), (effort.rows, 4 * side))
+        x, weight, dy = (torch.randn(shape, device=device).to(dtype) for shape in shapes)
+
+        def run(x: torch.Tensor = x, weight: torch.Tensor = weight, dy: torch.Tensor = dy) -> None:
+            functional.linear(x, weight)
+            dy @ weight
+            dy.t() @ x
+
+        flop = 3 * 2 * effort.rows * 4 * side**2
+        found[side] = min(1.0, flop / device_seconds(run, device, effort) / best)
     return found
 
 
@@ -150,28 +202,35 @@ def sustained_share(best: MatmulSample, device: torch.device, effort: Effort) ->
     return min(1.0, best.seconds / (_timed(run, device, calls) / 3))
 
 
-def attention_shares(rate: float, device: torch.device, effort: Effort, dtype: torch.dtype) -> dict[int, float]:
-    """Measure causal attention, forward and backward, by size of a head: share of ``rate`` in FLOP/s, masked pairs not counted.
+def attention_shares(
+    rate: float, device: torch.device, effort: Effort, dtype: torch.dtype
+) -> dict[int, dict[int, float]]:
+    """Measure causal attention, forward and backward, by size of a head and keys that a query is computed with, on average.
 
     There are enough sequences to keep the device busy for longer than the host needs to launch the operators.
+
+    Returns:
+        Shares of ``rate`` in FLOP/s, masked pairs not counted.
     """
-    found = {}
+    found: dict[int, dict[int, float]] = {}
     for head_dim in (64, 128):
-        heads, rows, seconds = 512 // head_dim, 1, 0.0
-        while not seconds or (seconds < effort.attention_s and rows < _MOST_ROWS):
-            rows = 2 * rows if seconds else 1
-            seconds = best_seconds(_attention(rows, heads, head_dim, dtype, device, effort), device, effort)
-        # Two matmuls forward and five backward, of which causal masking leaves half of the pairs.
-        flop = 7 * 2 * rows * heads * effort.tokens**2 * head_dim / 2
-        found[head_dim] = flop / seconds / rate
+        for tokens in (effort.tokens // 4, effort.tokens):
+            heads, rows, seconds = 512 // head_dim, 1, 0.0
+            while not seconds or (seconds < effort.attention_s and rows < _MOST_ROWS):
+                rows = 2 * rows if seconds else 1
+                run = _attention(rows, tokens, heads, head_dim, dtype, device)
+                seconds = best_seconds(run, device, effort)
+            # Two matmuls forward and five backward, of which causal masking leaves half of the pairs.
+            flop = 7 * 2 * rows * heads * tokens**2 * head_dim / 2
+            found.setdefault(head_dim, {})[tokens // 2] = flop / seconds / rate
     return found
 
 
 def _attention(
-    rows: int, heads: int, head_dim: int, dtype: torch.dtype, device: torch.device, effort: Effort
+    rows: int, tokens: int, heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
 ) -> Callable[[], object]:
     """Return a call of attention and its backward, with heads in one row of memory a token, as a model's products make them."""
-    shape = (rows, effort.tokens, heads, head_dim)
+    shape = (rows, tokens, heads, head_dim)
     q, k, v, dy = (torch.randn(shape, device=device).to(dtype).transpose(1, 2) for _ in range(4))
     for each in (q, k, v):
         each.requires_grad_()

@@ -19,15 +19,22 @@ def calibration_table(found: Calibration) -> str:
     for precision in precisions:
         cells = (rates.get((precision, side)) for side in sides)
         matmuls.append([precision, *("" if rate is None else f"{rate / 1e12:.3g}" for rate in cells)])
-    attention = ", ".join(f"{share:.2f} with heads of {size}" for size, share in reached.attention.items())
+    attention = ", ".join(
+        f"{share:.2f} with heads of {size}, half of it with {reached.lag.get(size, 0):.0f} keys a query"
+        for size, share in reached.attention.items()
+    )
+    named = ", ".join(f"{name.removeprefix('aten.')} {share:.2f}" for name, share in reached.by_name.items())
+    narrow = [f"{share:.2f} from a side of {side:.0f}" for table in reached.by_side.values() for side, share in table]
     device = [
         ["memory", f"{format_bytes(machine.memory)}, {machine.memory_rate / 1e9:,.4g} GB/s copied"],
         ["matmuls in sequence", f"{reached.matmuls:.2f} of the rate of one"],
-        ["attention", f"{attention} of these"],
+        *([["narrow matmuls", ", ".join(narrow)]] if narrow else []),
+        ["attention", f"{attention}, of these"],
         [
             "other operators",
             f"{reached.elementwise:.2f} of the rate of copies, a step of AdamW {reached.optimizer:.2f}",
         ],
+        *([["by name", named]] if named else []),
         [
             "launches",
             f"{_micro(launches.forward)} an operator, {_micro(launches.backward)} in a backward, one of our kernels "

@@ -2,7 +2,7 @@
 
 Without a device, on meta tensors::
 
-    memory, clock = LiveBytes(), OperatorClock(flops=629e12, bytes_per_second=4.2e12)
+    memory, clock = LiveBytes(), OperatorClock(roofline(flops=629e12, bytes_per_second=4.2e12))
     with StepTracer(model, memory=memory, clock=clock) as tracer:
         loss_of(model(batch)).backward()
     workload = workload_of(tracer.trace(), chunks, ...)
@@ -23,6 +23,7 @@ from meshfold.zero_gemini.profiler.clocks import (
     PhaseClock,
     PhaseSeconds,
     WallClock,
+    roofline,
 )
 from meshfold.zero_gemini.profiler.layers import LayerWatch
 from meshfold.zero_gemini.profiler.live import CudaBytes, MemoryProbe, peak_of
@@ -59,6 +60,7 @@ __all__ = [
     "WallClock",
     "chunk_uses",
     "peak_of",
+    "roofline",
     "workload_of",
     "worst_trace",
 ]

@@ -69,30 +69,29 @@ class CudaClock:
         return float(begin.elapsed_time(end)) * 1e-3
 
 
-class OperatorClock(OperatorCounter):
-    """Seconds that operators would take on a machine: each the longer of its FLOP and of the bytes it reads and writes.
+def roofline(*, flops: float, bytes_per_second: float) -> Callable[[Operator], float]:
+    """Return a function from an operator to its seconds: the longer of its FLOP and of the bytes it reads and writes.
 
-    Works on meta tensors.
+    Args:
+        flops: FLOP/s of matmuls.
+        bytes_per_second: of the device's memory, reads and writes together.
     """
 
-    def __init__(
-        self,
-        *,
-        flops: float,
-        bytes_per_second: float,
-        attention: Callable[[int], float] = lambda head_dim: 1.0,
-        fp8_flops: float | None = None,
-    ) -> None:
+    def seconds(operator: Operator) -> float:
+        return max(operator.computed * operator.flop / flops, operator.bytes / bytes_per_second)
+
+    return seconds
+
+
+class OperatorClock(OperatorCounter):
+    """Seconds that operators would take on a machine. Works on meta tensors."""
+
+    def __init__(self, seconds_of: Callable[[Operator], float]) -> None:
         """Args:
-        flops: FLOP/s of a large matmul.
-        bytes_per_second: of the device's memory, reads and writes together.
-        attention: returns the share of a large matmul's rate that attention with heads of this size reaches.
-        fp8_flops: FLOP/s of a large matmul with operands in fp8; None: as of any other.
+        seconds_of: returns those of an operator, such as :func:`roofline`.
         """
         super().__init__()
-        self._flops, self._rate, self._attention = flops, bytes_per_second, attention
-        self._fp8_flops = flops if fp8_flops is None else fp8_flops
-        self._seconds = 0.0
+        self._seconds_of, self._seconds = seconds_of, 0.0
 
     def mark(self) -> float:
         return self._seconds
@@ -103,9 +102,7 @@ class OperatorClock(OperatorCounter):
     def note(self, operator: Operator) -> None:
         """Count an operator once, and its seconds."""
         super().note(operator)
-        flops = self._fp8_flops if operator.fp8 else self._flops
-        rate = flops * (self._attention(operator.head_dim) if operator.head_dim else 1.0)
-        self._seconds += max(operator.computed * operator.flop / rate, operator.bytes / self._rate)
+        self._seconds += self._times * self._seconds_of(operator)
 
 
 @dataclass(frozen=True, slots=True)

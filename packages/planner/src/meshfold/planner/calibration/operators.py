@@ -1,0 +1,86 @@
+"""Shares of memory's rate that operators without matmuls reach, each by the bytes that plans count for it.
+
+Not all of them are bound by memory: GELU and random bits take arithmetic, sums over rows few blocks, a mask that is broadcast goes
+element by element, and ``masked_fill`` is a copy and a change in place. What a plan counts, divided by the seconds that a device
+takes, has all of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+
+from meshfold.kernels import dropout, layer_norm
+from meshfold.mesh.model_io import DryRun
+from meshfold.planner.calibration.samples import Effort, device_seconds
+from meshfold.planner.clock import Work
+
+_COLUMNS = 1024
+_HEADS = 16
+_MUCH = 0.1  # of an operator's bytes; those with less are casts of a few numbers beside it
+
+
+def operator_rates(device: torch.device, effort: Effort, dtype: torch.dtype) -> dict[str, float]:
+    """Measure operators of transformers in a dtype: the name of each in plans, and the bytes a second that it reads and writes."""
+    found: dict[str, float] = {}
+    kind = "gpu" if device.type == "cuda" else "cpu"
+    works, shadows = (calls_of(where, kind, effort, dtype) for where in (device, torch.device("meta")))
+    for work, shadow in zip(works, shadows, strict=True):
+        counts = moved(shadow, kind)
+        whole = sum(counts.values())
+        rate = whole / device_seconds(work, device, effort)
+        found.update({name: rate for name, count in counts.items() if count > _MUCH * whole})
+    return found
+
+
+def moved(work: Callable[[], object], kind: str) -> Mapping[str, int]:
+    """Return the bytes that a plan counts for operators on meta tensors, by name.
+
+    Args:
+        work: runs them.
+        kind: of the device that they stand for.
+    """
+    found: dict[str, int] = {}
+    with DryRun() as run, Work.counted(run, kind=kind) as counter:
+        work()
+    for operator, count in counter.counts.items():
+        found[operator.name] = found.get(operator.name, 0) + count * operator.bytes
+    return found
+
+
+def calls_of(device: torch.device, kind: str, effort: Effort, dtype: torch.dtype) -> list[Callable[[], object]]:
+    """Return calls of one operator each on tensors that no cache holds, and of one of our norms with its backward."""
+    aten = torch.ops.aten
+    size = effort.memory_bytes if kind == "gpu" else effort.memory_bytes // 4
+    rows = max(_COLUMNS, size // _COLUMNS // dtype.itemsize // _COLUMNS * _COLUMNS)
+    x, y, z = (torch.full((rows, _COLUMNS), 0.5, dtype=dtype, device=device) for _ in range(3))
+    wide = x.float() if dtype.itemsize < 4 else x
+    scores = x.view(-1, _COLUMNS, _COLUMNS)
+    hidden = torch.ones(_COLUMNS, _COLUMNS, dtype=torch.bool, device=device).triu(1)
+    weight, bias = (torch.ones(_COLUMNS, dtype=dtype, device=device, requires_grad=True) for _ in range(2))
+    normed = x.detach().requires_grad_()
+    by_head = x.view(-1, _COLUMNS, _HEADS, _COLUMNS // _HEADS).transpose(1, 2)
+    fused = dtype.itemsize < 4 and kind == "gpu"  # a GPU widens scores inside of the softmax
+
+    def norm() -> None:
+        torch.autograd.grad(layer_norm(normed, weight, bias), (normed, weight, bias), y)
+
+    works: list[Callable[[], object]] = [
+        lambda: torch.add(x, y),
+        lambda: torch.mul(x, 0.5),
+        lambda: aten.gelu(x, approximate="tanh"),
+        lambda: aten.gelu_backward(y, x, approximate="tanh"),
+        lambda: torch.sum(x, 0),
+        lambda: torch.cat((x, y, z), 1),
+        lambda: by_head.contiguous(),
+        lambda: scores.masked_fill(hidden, 0.0),
+        lambda: torch._softmax(scores, -1, fused),
+        lambda: aten._softmax_backward_data(wide, wide, -1, dtype),
+        norm,
+    ]
+    if dtype.itemsize < 4:
+        works.append(lambda: x.to(torch.float32))
+    if kind == "gpu":  # on a CPU it is other operators
+        works.append(lambda: dropout(x, 0.1, 1, 2))
+    return works
