@@ -41,6 +41,22 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("MistralForCausalLM", dict(**LLAMA, sliding_window=4)),
     "olmo2": ("Olmo2ForCausalLM", LLAMA),
     "olmo3": ("Olmo3ForCausalLM", dict(**LLAMA, sliding_window=4)),
+    "falcon": (
+        "FalconForCausalLM",
+        dict(
+            **IDS,
+            hidden_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=8,
+            num_kv_heads=4,
+            new_decoder_architecture=True,
+            bias=True,
+        ),
+    ),
+    "falcon-one-key": (
+        "FalconForCausalLM",
+        dict(**IDS, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, multi_query=True),
+    ),
     "mixtral": ("MixtralForCausalLM", dict(**LLAMA, num_local_experts=4, num_experts_per_tok=2)),
     "bert": ("BertForMaskedLM", BERT),
     "bert-classes": ("BertForSequenceClassification", dict(**BERT, num_labels=3)),
@@ -88,7 +104,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 """Class and sizes, by what the tests call them."""
-CAUSAL = ("opt", "gpt2", "llama", "qwen2", "qwen3", "mistral", "olmo2", "olmo3", "mixtral")
+CAUSAL = ("opt", "gpt2", "llama", "qwen2", "qwen3", "mistral", "olmo2", "olmo3", "falcon", "falcon-one-key", "mixtral")
 
 
 def model_of(kind: str, **changes: Any) -> Any:

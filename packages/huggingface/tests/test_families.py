@@ -111,6 +111,8 @@ QUICK = {
     ("mistral", "3d"),
     ("olmo2", "1d"),
     ("olmo3", "3d"),
+    ("falcon", "2.5d"),
+    ("falcon-one-key", "1d+sequence"),
     ("mixtral", "2d"),
     ("llama", "1d"),
     ("qwen3", "2d"),
@@ -151,7 +153,7 @@ def export(folder: str, target: str, spec: dict[str, Any]) -> None:
         engine.save_hugging_face(target, like=folder)
 
 
-@pytest.mark.parametrize("kind", ["olmo2"])
+@pytest.mark.parametrize("kind", ["olmo2", "falcon"])
 def test_a_family_leaves_as_the_folder_that_it_came_from(kind: str, tmp_path: Path) -> None:
     """Its norms of heads with it: the same names, every tensor to the bit."""
     source, target = folder_of(kind, tmp_path), tmp_path / "target"
@@ -205,6 +207,8 @@ TITLES = {
     "mistral": "Mistral",
     "olmo2": "OLMo 2",
     "olmo3": "OLMo 3",
+    "falcon": "Falcon, groups of heads",
+    "falcon-one-key": "Falcon, one key head",
     "mixtral": "Mixtral",
     "bert": "Bert, masked words",
     "bert-classes": "Bert, classes",

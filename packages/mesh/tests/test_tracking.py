@@ -208,6 +208,23 @@ def test_views_of_rows_and_heads() -> None:
     assert regroup(three, (2, 6, 4)) == (whole(2), (Factor(6, P, (2, 2, 2)),), whole(4))
 
 
+@pytest.mark.parametrize(
+    ("places", "outputs"), [([-2], 1), ([0, 1], 2), ([2, 3], 2), ([0], 0), ([1, 2], 0), ([3, 2], 0)], ids=str
+)
+def test_indices_of_whole_outputs_of_a_fused_layer_pass(places: list[int], outputs: int) -> None:
+    """Two queries, a key and a value on each rank: what counts single queries, or changes an order, is refused."""
+    x, tracker = torch.randn(2, 4, 8), Tracker()
+    tracker.mark(x, (whole(2), (Factor(4, P, (2, 1, 1), -1),), whole(8)))
+    if not outputs:
+        with activated(tracker), pytest.raises(LayoutError, match=r"selects elements by position in dim 1"):
+            x[:, places]
+        return
+    with activated(tracker):
+        y = x[:, places]
+    parts = (1, 1) if places == [2, 3] else ()
+    assert tracker.dims(y) == (whole(2), (Factor(outputs, P, parts, -1),), whole(8))
+
+
 def test_views_of_split_tokens() -> None:
     tokens: Dims = (whole(2), (Factor(6, T),), whole(8))
     flat = regroup(tokens, (12, 8))

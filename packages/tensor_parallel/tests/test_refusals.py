@@ -44,6 +44,15 @@ def decoder(**more: nn.Module) -> Model:
     return Model(embed=nn.Embedding(32, HIDDEN), block=Block(), **more)
 
 
+class InGroups(nn.Module):
+    """Two groups of two queries, a key and a value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_heads, self.num_kv_heads = 4, 2
+        self.query_key_value, self.dense = nn.Linear(HIDDEN, 32), nn.Linear(HIDDEN, HIDDEN)
+
+
 class OwnAttention(nn.MultiheadAttention):
     """Derived, so that it may have another forward."""
 
@@ -287,6 +296,10 @@ REFUSALS: dict[str, Refusal] = {
     "norm over some heads": Refusal(
         lambda: attention_with(q_norm=nn.RMSNorm(8)),
         ("attn.q_norm: normalises 8 elements", "a head of 4", "all 4 or", "'attn': 'replicate'"),
+    ),
+    "groups of heads that cannot be split": Refusal(
+        lambda: Model(attn=InGroups()),
+        ("attn: 2 groups of 2 queries", "tensor (4 blocks)", "'attn': 'replicate'"),
     ),
     "whole norm of heads": Refusal(
         lambda: attention_with(q_norm=nn.RMSNorm(4)),

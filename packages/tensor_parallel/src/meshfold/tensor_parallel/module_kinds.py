@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from meshfold.mesh import LayoutError
 from meshfold.tensor_parallel.row_code import works_on_elements
@@ -154,12 +156,40 @@ def check_norm(name: str, module: nn.Module) -> None:
         )
 
 
+def _multiplies(module: nn.Linear) -> bool:
+    """Return True if the forward of a linear layer's class computes ``x wᵀ + b``, written in another way (Falcon).
+
+    It is tried in training mode, on numbers of several magnitudes and weights of another size than its own.
+    """
+    if module._buffers or set(module._parameters) != {"weight", "bias"}:
+        return False
+    generator = torch.Generator().manual_seed(0)
+
+    def numbers(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64, device="cpu")
+
+    x, weight = (
+        numbers(2, 3, 5) * torch.tensor([1e-3, 1.0, 1e3], dtype=torch.float64, device="cpu")[:, None],
+        numbers(7, 5),
+    )
+    bias = None if module.bias is None else numbers(7)
+    twin = copy.copy(module)
+    twin._parameters, twin.training = {"weight": nn.Parameter(weight), "bias": bias}, True  # type: ignore[dict-item]
+    try:
+        found = type(module).forward(twin, x)
+        return isinstance(found, Tensor) and torch.allclose(found, functional.linear(x, weight, bias), rtol=1e-9)
+    except Exception:  # the model's code may raise anything
+        return False
+
+
 def why_not(module: nn.Module) -> str:
     """Return why a layer of a known kind cannot be replaced by a sharded one; empty if it can, or for other kinds."""
     kind = type(module).__name__
     for base in (nn.Linear, nn.Embedding, nn.Conv2d):
         if isinstance(module, base):
-            coded = isinstance(module, nn.Embedding) and works_on_elements(module)
+            coded = (isinstance(module, nn.Embedding) and works_on_elements(module)) or (
+                isinstance(module, nn.Linear) and _multiplies(module)
+            )
             if type(module).forward is not base.forward and not coded:
                 return f"{kind} has a forward of its own, which splitting it as {base.__name__} would lose"
             extra = sorted(set(dict(module.named_parameters())) - {"weight", "bias"})

@@ -227,8 +227,9 @@ def _attention(
             here = [(q[-back], len(q) - back)]
             for dims in (k, v):
                 theirs = dims[-back]
-                if enable_gqa and axes_of(theirs) == axes_of(q[-back]) and size_of(q[-back]) % size_of(theirs) == 0:
-                    continue  # grouped-query attention: fewer heads of keys and values
+                fewer = enable_gqa or size_of(theirs) == 1  # grouped queries, or one key head for all (Falcon)
+                if fewer and axes_of(theirs) == axes_of(q[-back]) and size_of(q[-back]) % size_of(theirs) == 0:
+                    continue
                 here.append((theirs, len(q) - back))
             if len(masked) >= back and is_split(masked[-back]):
                 here.append((masked[-back], len(masked) - back))

@@ -19,9 +19,11 @@ from meshfold.mesh.tracking.dims import (
     axes_of,
     check_axes_once,
     chosen_by,
+    cut,
     distinct_splits,
     is_split,
     is_whole,
+    size_of,
     unknown,
     whole,
 )
@@ -76,6 +78,8 @@ def _index(call: Call) -> list[Dims]:
             raise MixesError("selects elements of a shard by a mask of some dims")
         return _masked(call, x, mask)
     at = [place for place, index in enumerate(indices) if index is not None]
+    if len(at) == 1 and any(factor.parts for factor in dims[at[0]]):
+        return [_outputs(dims, at[0], indices[at[0]])]
     looked = [(indices[place], call.dims_of(indices[place])) for place in at]
     for (_, found), place in zip(looked, at, strict=True):
         if not is_whole(dims[place]) and not _has_places_of(found, dims[place]):
@@ -88,6 +92,23 @@ def _index(call: Call) -> list[Dims]:
     joined = chosen_by(joined)
     kept = [dim for place, dim in enumerate(dims) if place not in at]
     return [check_axes_once((*kept[:first], *joined, *kept[first:]))]
+
+
+def _outputs(dims: Dims, place: int, index: Tensor) -> Dims:
+    """Return the layout of outputs of a fused layer that an index counts one after the other, as ``[-2]`` of Falcon's keys.
+
+    A meta index says how many alone: it is taken to count the last ones.
+    """
+    size = size_of(dims[place])
+    given = [] if index.dim() != 1 else range(-len(index), 0) if index.is_meta else index.tolist()
+    counted = [i % size for i in given]
+    if not counted or counted != list(range(counted[0], counted[0] + len(counted))):
+        raise at_dim(_TAKES, place, dims[place])
+    try:
+        taken = cut(dims[place], counted[0], counted[0] + len(counted))
+    except MixesError:
+        raise at_dim(_TAKES, place, dims[place]) from None
+    return (*dims[:place], taken, *dims[place + 1 :])
 
 
 def _index_put(call: Call) -> list[Dims]:

@@ -37,6 +37,12 @@ _SMALL = 1 << 20
 """Elements of parameters up to which a child of the module, such as a norm of heads, is copied."""
 
 
+def biases_of(module: nn.Module) -> list[str]:
+    """Return the biases of all heads that a module's forward takes, unless its configuration says that there are none (Falcon)."""
+    config = getattr(module, "config", None)
+    return [bias for bias in BIASES if bias in parameters_of(module) and getattr(config, bias, None) is not False]
+
+
 class _Reached(Exception):
     """Ends a trial forward at the output layer; the rest does not matter."""
 
@@ -134,10 +140,8 @@ class AttentionTrial:
     def why_not(self) -> str:
         """Return why the module cannot work on a subset of its heads; empty if it can, or if it could not be tried."""
         kind = type(self.module).__name__
-        parameters = parameters_of(self.module)
-        for bias in BIASES:
-            if bias in parameters and not self.biases_split:
-                return f"{kind} takes {bias}, which is made for all heads outside of it"
+        if not self.biases_split and (taken := biases_of(self.module)):
+            return f"{kind} takes {taken[0]}, which is made for all heads outside of it"
         if self.mode.head_divisor(self.mesh) == 1:
             return ""
         with torch.device("cpu"):  # the caller may have chosen the meta device

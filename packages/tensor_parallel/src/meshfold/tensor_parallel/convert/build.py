@@ -182,10 +182,10 @@ class LayerBuilder:
         return features(self.analysis.modules[rows[0]])[0] if len(rows) == 1 else 0
 
     def _head_dim(self, name: str) -> int:
-        """Return the size of a head in a projection's output, which must not be split; 0 for other layers."""
+        """Return the elements of a projection's output that must not be split; 0 for other layers."""
         for heads in self.analysis.heads.values():
             if name in heads.projections:
-                return (3 if name in heads.interleaved else 1) * heads.head_dim
+                return heads.kept_together(name)
         return 0
 
     def _parts(self, name: str, module: nn.Module) -> tuple[Part, ...]:

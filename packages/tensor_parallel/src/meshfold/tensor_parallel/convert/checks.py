@@ -9,7 +9,7 @@ from torch import nn
 
 from meshfold.mesh import LayoutError
 from meshfold.tensor_parallel.convert.analysis import Analysis
-from meshfold.tensor_parallel.convert.attention_check import BIASES, AttentionTrial
+from meshfold.tensor_parallel.convert.attention_check import AttentionTrial, biases_of
 from meshfold.tensor_parallel.convert.denoisers import check_mode
 from meshfold.tensor_parallel.convert.forward_code import parameters_of
 from meshfold.tensor_parallel.convert.heads import Heads
@@ -208,7 +208,7 @@ def _check_code(analysis: Analysis, name: str, heads: Heads) -> None:
             return
         where = (
             ""
-            if not _splits_rows(analysis) or not set(BIASES) & set(parameters_of(analysis.modules[name]))
+            if not _splits_rows(analysis) or not biases_of(analysis.modules[name])
             else ", in mode '1d' or '1d+sequence', where that is made for all rows"
         )
         where = (
@@ -243,13 +243,13 @@ def _check_joined(analysis: Analysis, name: str) -> None:
     """Raise a LayoutError for a whole module if an argument after the first comes from the stream or has a rank's rows: only
     the first is gathered.
     """
-    takes = parameters_of(analysis.modules[name])
-    split = ["residual"] if _splits_stream(analysis) else []
-    split += BIASES if _splits_rows(analysis) else []
-    if wrong := [argument for argument in split if argument in takes]:
-        modes = "mode '1d'" if "residual" in takes else "mode '1d' or '1d+sequence'"
+    module = analysis.modules[name]
+    wrong = ["residual"] if _splits_stream(analysis) and "residual" in parameters_of(module) else []
+    wrong += biases_of(module) if _splits_rows(analysis) else []
+    if wrong:
+        modes = "mode '1d'" if "residual" in parameters_of(module) else "mode '1d' or '1d+sequence'"
         raise LayoutError(
-            f"{name}: {type(analysis.modules[name]).__name__} cannot stay whole in mode {analysis.mode.name!r}: it takes "
+            f"{name}: {type(module).__name__} cannot stay whole in mode {analysis.mode.name!r}: it takes "
             f"{', '.join(wrong)} as well, and only a module's first argument is joined; use {modes}"
         )
 

@@ -27,7 +27,7 @@ class Heads:
         query: full names of the projections that compute only queries.
         key_value: full names of those that compute keys or values.
         fused: full names of those that compute all three, concatenated.
-        interleaved: full names of those that compute query, key and value head by head.
+        interleaved: full names of those that compute for one key/value head after the other: its queries, key and value.
         heads: query heads.
         kv_heads: key/value heads.
         head_dim: elements a head.
@@ -45,6 +45,10 @@ class Heads:
     def projections(self) -> tuple[str, ...]:
         """Full names of all projections that read the attention's input."""
         return (*self.query, *self.key_value, *self.fused, *self.interleaved)
+
+    def kept_together(self, name: str) -> int:
+        """Return the elements of a projection's output that must not be split: those of a head, or of a group of heads."""
+        return (self.heads // self.kv_heads + 2 if name in self.interleaved else 1) * self.head_dim
 
     def repeat(self, mesh: Mesh, mode: Mode) -> int:
         """Return how many neighbouring ranks hold the same key/value head."""
@@ -79,6 +83,12 @@ class Heads:
             raise LayoutError(
                 f"{name}: {self.heads} attention heads cannot be split over {axes} ({blocks} blocks): use a multiple of "
                 f"{blocks} heads, such as {neighbours(self.heads, blocks)}, or a mesh whose {axes} divides {self.heads}"
+            )
+        if self.interleaved and self.kv_heads % blocks:
+            raise LayoutError(
+                f"{name}: {self.kv_heads} groups of {self.heads // self.kv_heads} queries, a key and a value each cannot be split "
+                f"over {axes} ({blocks} blocks): use a mesh whose {axes} divides {self.kv_heads}, or keep all of the attention "
+                f"whole: {name!r}: 'replicate'"
             )
         if self.kv_heads % blocks and blocks % self.kv_heads:
             raise LayoutError(
@@ -120,11 +130,13 @@ def find_heads(name: str, module: nn.Module) -> Heads | None:
             heads = width // head_dim - 2 * kv_heads if kv_heads else width // 3 // head_dim
         kv_heads = kv_heads or heads
         head_dim = width // (heads + 2 * kv_heads) if heads else 0
-        if not head_dim or width != (heads + 2 * kv_heads) * head_dim or (interleaved and kv_heads != heads):
+        if not head_dim or width != (heads + 2 * kv_heads) * head_dim or heads % kv_heads:
             raise LayoutError(
                 f"{name}: cannot tell the heads in its fused projection of width {width}: give the module the attributes "
                 f"num_heads, num_key_value_heads (if fewer) and head_dim"
             )
+        if kv_heads == 1:  # a single group: queries, key and value are concatenated
+            fused, interleaved = [*fused, *interleaved], []
     else:
         wide, narrow = features(linears[query[0]])[1], features(linears[key_value[0]])[1]
         if not head_dim and heads:

@@ -1,4 +1,4 @@
-"""Norms of queries and keys, of each head or of all together, are those of one process in every mode."""
+"""Kinds of attention that people's models have, by their norms and projections: those of one process in every mode."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HEADS, KEY_HEADS, SIZE = 4, 2, 6
 HIDDEN = HEADS * SIZE
 
 
-class Attention(nn.Module):
+class Normalised(nn.Module):
     """Norms of all heads come before the heads are told apart, others after."""
 
     def __init__(self, norm: Callable[[int, int], nn.Module], together: bool) -> None:
@@ -36,6 +36,38 @@ class Attention(nn.Module):
         if not self.together:
             q, k = self.q_norm(q), self.k_norm(k)
         return self.o_proj(F.scaled_dot_product_attention(q, k, v, enable_gqa=True).transpose(1, 2).flatten(2))
+
+
+class Product(nn.Linear):
+    """Computes what nn.Linear does, in its own words."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight.T if self.bias is None else x @ self.weight.T + self.bias
+
+
+class Grouped(nn.Module):
+    """One projection for one key head after the other: its queries, key and value, as in Falcon."""
+
+    def __init__(self, heads: int, key_heads: int) -> None:
+        super().__init__()
+        size = HIDDEN // heads
+        self.num_heads, self.num_kv_heads, self.head_dim = heads, key_heads, size
+        self.query_key_value, self.dense = Product(HIDDEN, (heads + 2 * key_heads) * size), Product(HIDDEN, HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        groups = self.query_key_value(x).unflatten(-1, (-1, self.num_heads // self.num_kv_heads + 2, self.head_dim))
+        q, k, v = groups[..., :-2, :], groups[..., [-2], :], groups[..., [-1], :]
+        q, k, v = (y.expand(q.shape).flatten(2, 3).transpose(1, 2) for y in (q, k, v))
+        return self.dense(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+class OneKey(Grouped):
+    """A single group, which a rank has some queries of, and the key and value of all."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = self.query_key_value(x).unflatten(-1, (self.num_heads + 2, self.head_dim))
+        q, k, v = (y.transpose(1, 2) for y in (heads[..., :-2, :], heads[..., [-2], :], heads[..., [-1], :]))
+        return self.dense(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
 
 
 class Block(nn.Module):
@@ -60,15 +92,17 @@ class Model(nn.Module):
         return self.head(x)
 
 
-NORMS: dict[str, Callable[[], nn.Module]] = {
-    "RMSNorm of each head": lambda: Attention(lambda heads, size: nn.RMSNorm(size), together=False),
-    "RMSNorm of all heads": lambda: Attention(lambda heads, size: nn.RMSNorm(heads * size), together=True),
-    "LayerNorm of all heads": lambda: Attention(lambda heads, size: nn.LayerNorm(heads * size), together=True),
+KINDS: dict[str, Callable[[], nn.Module]] = {
+    "RMSNorm of each head": lambda: Normalised(lambda heads, size: nn.RMSNorm(size), together=False),
+    "RMSNorm of all heads": lambda: Normalised(lambda heads, size: nn.RMSNorm(heads * size), together=True),
+    "LayerNorm of all heads": lambda: Normalised(lambda heads, size: nn.LayerNorm(heads * size), together=True),
+    "groups of heads": lambda: Grouped(8, 4),
+    "one key head": lambda: OneKey(4, 1),
 }
 
 
 def compare(kind: str) -> None:
-    serial = seeded(lambda: Model(NORMS[kind]))
+    serial = seeded(lambda: Model(KINDS[kind]))
     ids = torch.randint(32, (4, 6), generator=torch.Generator().manual_seed(3))
     wanted = F.cross_entropy(serial(ids).flatten(0, 1), ids.flatten())
     wanted.backward()
@@ -84,7 +118,7 @@ def compare(kind: str) -> None:
         assert_gradients_equal(whole_gradients(model, mesh_of(axes)), gradients(serial), (kind, mode, axes))
 
 
-@pytest.mark.parametrize("kind", NORMS)
-def test_norms_of_queries_and_keys_are_those_of_one_process(kind: str) -> None:
-    """With fewer key heads than ranks in 1d, which count once."""
+@pytest.mark.parametrize("kind", KINDS)
+def test_attention_is_that_of_one_process(kind: str) -> None:
+    """With fewer key heads than ranks in 1d, whose norms count them once."""
     run_on_ranks(4, compare, kind)
