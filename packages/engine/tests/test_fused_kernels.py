@@ -242,6 +242,28 @@ CASES = [
 ]
 
 
+def checkpointed() -> nn.Module:
+    """A model of transformers that recomputes its blocks by itself."""
+    model = hugging_face()
+    model.gradient_checkpointing_enable()  # type: ignore[operator]
+    return model
+
+
+RECOMPUTED = {"llama": ("data", "ring"), "Hugging Face": ("tensor", "pipeline"), "by itself": ("megatron", "ring")}
+
+
+@pytest.mark.parametrize(("model", "spec"), [(model, spec) for model, specs in RECOMPUTED.items() for spec in specs])
+@ranks(2)
+def test_recomputed(model: str, spec: str) -> None:
+    """Backward repeats a block with the operations that its forward ran: those of the first forward are the model's own."""
+    make = checkpointed if model == "by itself" else MODELS[model][0]
+    recompute = None if model == "by itself" else "blocks"
+    (want, *_), (got, *_) = (
+        trained(make, SPLIT[spec], kernels, recompute=again) for kernels, again in (("off", None), (ALWAYS, recompute))
+    )
+    assert got == pytest.approx(want, rel=1e-9 if model == "llama" else 1e-4)
+
+
 @pytest.mark.few(4)
 @pytest.mark.parametrize(("model", "spec"), CASES, ids=[f"{model}, {spec}" for model, spec in CASES])
 @ranks(2)

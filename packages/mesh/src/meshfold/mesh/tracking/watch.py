@@ -23,6 +23,7 @@ from meshfold.mesh.parameters.parameter_meta import uncompiled_name
 from meshfold.mesh.tracking.active import activated, is_tracking_on, part
 from meshfold.mesh.tracking.dims import Dims, unknown, unknown_dims, whole, whole_dims
 from meshfold.mesh.tracking.follow import Tracker
+from meshfold.mesh.tracking.repeated import repeated_alike
 from meshfold.mesh.tracking.sizes import OpenSizes
 from meshfold.mesh.tracking.uncompiled import uncompiled
 
@@ -178,6 +179,7 @@ class TrackedForward:
                 tracker.mark(tensor, _cached(tensor) if _is_cache(value) else unknown_dims(tensor.shape))
         with ExitStack() as stack:
             stack.enter_context(uncompiled())
+            stack.enter_context(repeated_alike())
             stack.enter_context(activated(tracker))
             stack.enter_context(OpenSizes(tracker))
             for handle in (
