@@ -142,7 +142,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "own-lower-case": (dict(learning_rate=0.1), "Names of your own are in capitals, LEARNING_RATE"),
     "parallel": (dict(parallel=4), "parallel=4: a dict"),
-    "moe": (dict(parallel=dict(moe=dict(size=2))), "there is no expert parallelism"),
+    "moe": (dict(parallel=dict(moe=dict(size=2))), "moe={'size': 2}: write expert=dict(size=...) instead"),
     "two-sequences": (
         dict(parallel=dict(tensor=dict(mode="sequence", size=2), sequence=dict(mode="ring", size=2))),
         "leave one of them out",

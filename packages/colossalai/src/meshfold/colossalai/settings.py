@@ -92,7 +92,9 @@ def _parallel(value: Any) -> dict[str, Any]:
         raise SpecError(f"config: parallel={value!r}: a dict, such as dict(tensor=dict(mode='2d', size=4))")
     parallel = dict(value)
     if "moe" in parallel:
-        raise SpecError(f"config: parallel: moe={parallel['moe']!r}: there is no expert parallelism: leave it out")
+        raise SpecError(
+            f"config: parallel: moe={parallel['moe']!r}: write expert=dict(size=...) instead; experts add no ranks here"
+        )
     tensor = parallel.get("tensor")
     if tensor == 1 or (isinstance(tensor, Mapping) and tensor.get("size") == 1):  # in every config
         del parallel["tensor"]

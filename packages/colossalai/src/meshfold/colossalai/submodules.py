@@ -277,7 +277,7 @@ ELSEWHERE: Mapping[str, str] = {
     "InterleavedPipelineSchedule": "pipeline=dict(size=2, schedule='interleaved', chunks=2)",
     "load_checkpoint": "engine.load(folder)",
     "LoRAConfig": "peft.LoraConfig and peft.get_peft_model(model, lora_config), before the optimizer is made",
-    "MoeHybridParallelPlugin": "HybridParallelPlugin, which shards the experts' matrices: there is no expert parallelism",
+    "MoeHybridParallelPlugin": "Engine(model, parallel=dict(data=4, expert=4)), which spreads experts over ranks",
     "MultiTimer": "time.perf_counter(); meshfold train writes the times of steps to metrics.jsonl",
     "partition_batch": "engine.shard_batch(global_batch)",
     "PipelinableContext": "parallel=dict(pipeline=2), which cuts the whole model",
