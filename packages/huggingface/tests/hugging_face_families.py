@@ -57,6 +57,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "FalconForCausalLM",
         dict(**IDS, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, multi_query=True),
     ),
+    "stablelm": ("StableLmForCausalLM", dict(**LLAMA, qk_layernorm=True)),
     "mixtral": ("MixtralForCausalLM", dict(**LLAMA, num_local_experts=4, num_experts_per_tok=2)),
     "bert": ("BertForMaskedLM", BERT),
     "bert-classes": ("BertForSequenceClassification", dict(**BERT, num_labels=3)),
@@ -104,7 +105,20 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 """Class and sizes, by what the tests call them."""
-CAUSAL = ("opt", "gpt2", "llama", "qwen2", "qwen3", "mistral", "olmo2", "olmo3", "falcon", "falcon-one-key", "mixtral")
+CAUSAL = (
+    "opt",
+    "gpt2",
+    "llama",
+    "qwen2",
+    "qwen3",
+    "mistral",
+    "olmo2",
+    "olmo3",
+    "falcon",
+    "falcon-one-key",
+    "stablelm",
+    "mixtral",
+)
 
 
 def model_of(kind: str, **changes: Any) -> Any:

@@ -113,6 +113,7 @@ QUICK = {
     ("olmo3", "3d"),
     ("falcon", "2.5d"),
     ("falcon-one-key", "1d+sequence"),
+    ("stablelm", "1d"),
     ("mixtral", "2d"),
     ("llama", "1d"),
     ("qwen3", "2d"),
@@ -153,7 +154,7 @@ def export(folder: str, target: str, spec: dict[str, Any]) -> None:
         engine.save_hugging_face(target, like=folder)
 
 
-@pytest.mark.parametrize("kind", ["olmo2", "falcon"])
+@pytest.mark.parametrize("kind", ["olmo2", "falcon", "stablelm"])
 def test_a_family_leaves_as_the_folder_that_it_came_from(kind: str, tmp_path: Path) -> None:
     """Its norms of heads with it: the same names, every tensor to the bit."""
     source, target = folder_of(kind, tmp_path), tmp_path / "target"
@@ -209,6 +210,7 @@ TITLES = {
     "olmo3": "OLMo 3",
     "falcon": "Falcon, groups of heads",
     "falcon-one-key": "Falcon, one key head",
+    "stablelm": "StableLM, a norm for each head",
     "mixtral": "Mixtral",
     "bert": "Bert, masked words",
     "bert-classes": "Bert, classes",

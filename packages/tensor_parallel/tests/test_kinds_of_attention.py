@@ -38,6 +38,17 @@ class Normalised(nn.Module):
         return self.o_proj(F.scaled_dot_product_attention(q, k, v, enable_gqa=True).transpose(1, 2).flatten(2))
 
 
+class NormForEachHead(nn.Module):
+    """As in StableLM: ``b n s size``."""
+
+    def __init__(self, kind: type[nn.LayerNorm | nn.RMSNorm], heads: int, size: int) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(kind(size) for _ in range(heads))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([norm(one) for norm, one in zip(self.norms, x.split(1, 1), strict=False)], 1)
+
+
 class Product(nn.Linear):
     """Computes what nn.Linear does, in its own words."""
 
@@ -96,6 +107,12 @@ KINDS: dict[str, Callable[[], nn.Module]] = {
     "RMSNorm of each head": lambda: Normalised(lambda heads, size: nn.RMSNorm(size), together=False),
     "RMSNorm of all heads": lambda: Normalised(lambda heads, size: nn.RMSNorm(heads * size), together=True),
     "LayerNorm of all heads": lambda: Normalised(lambda heads, size: nn.LayerNorm(heads * size), together=True),
+    **{
+        f"a {kind.__name__} for each head": lambda kind=kind: Normalised(
+            lambda heads, size: NormForEachHead(kind, heads, size), together=False
+        )
+        for kind in (nn.LayerNorm, nn.RMSNorm)
+    },
     "groups of heads": lambda: Grouped(8, 4),
     "one key head": lambda: OneKey(4, 1),
 }

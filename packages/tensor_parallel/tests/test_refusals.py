@@ -44,6 +44,17 @@ def decoder(**more: nn.Module) -> Model:
     return Model(embed=nn.Embedding(32, HIDDEN), block=Block(), **more)
 
 
+class NormsByHead(nn.Module):
+    """A norm for each head, which lie in a dim."""
+
+    def __init__(self, heads: int, dim: int) -> None:
+        super().__init__()
+        self.dim, self.norms = dim, nn.ModuleList(nn.LayerNorm(4) for _ in range(heads))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([norm(y) for norm, y in zip(self.norms, x.split(1, self.dim), strict=False)], self.dim)
+
+
 class InGroups(nn.Module):
     """Two groups of two queries, a key and a value."""
 
@@ -300,6 +311,18 @@ REFUSALS: dict[str, Refusal] = {
     "groups of heads that cannot be split": Refusal(
         lambda: Model(attn=InGroups()),
         ("attn: 2 groups of 2 queries", "tensor (4 blocks)", "'attn': 'replicate'"),
+    ),
+    "norms for another number of heads": Refusal(
+        lambda: attention_with(q_norm=NormsByHead(3, 1)),
+        ("attn.q_norm: has 3 norms of 4 elements", "4 heads", "'attn': 'replicate'"),
+    ),
+    "norms of heads in another dim": Refusal(
+        lambda: attention_with(q_norm=NormsByHead(4, 2)),
+        (
+            "attn.q_norm: NormsByHead does not give each of its 4 norms",
+            "the second of four dims",
+            "'attn': 'replicate'",
+        ),
     ),
     "whole norm of heads": Refusal(
         lambda: attention_with(q_norm=nn.RMSNorm(4)),

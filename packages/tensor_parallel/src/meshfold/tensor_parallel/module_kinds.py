@@ -70,6 +70,16 @@ def _centres(module: nn.Module) -> bool:
     return _centring[kind]
 
 
+def norms_by_head(module: nn.Module) -> str:
+    """Return the name of the list in a module that is one norm for each head and nothing else (StableLM); empty for any other."""
+    children = list(module.named_children())
+    if len(children) != 1 or module._parameters or module._buffers or not isinstance(children[0][1], nn.ModuleList):
+        return ""
+    leaf, norms = children[0][0], list(children[0][1])
+    kinds = {(type(norm), norm_kind(norm), norm_size(norm) if norm_kind(norm) else 0) for norm in norms}
+    return leaf if len(kinds) == 1 and all(map(norm_kind, norms)) else ""
+
+
 def norm_size(module: nn.Module) -> int:
     """Return the number of features that a norm normalises; 0 for one over several dims."""
     shape: Any = getattr(module, "normalized_shape", None)
@@ -153,6 +163,38 @@ def check_norm(name: str, module: nn.Module) -> None:
         raise LayoutError(
             f"{name}: {type(module).__name__} does not compute the usual {formula}, by which the rule for norms "
             f"would replace it: give it the rule {name!r}: 'replicate'"
+        )
+
+
+def check_norms_by_head(name: str, module: nn.Module) -> None:
+    """Raise a LayoutError unless a module gives each norm of its list a head of its own, the second dim of four.
+
+    It is tried on a few numbers, with other weights than its own.
+    """
+    leaf = norms_by_head(module)
+    norms: Any = module.get_submodule(leaf)
+    check_norm(f"{name}.{leaf}.0", norms[0])
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(2, len(norms), 3, norm_size(norms[0]), generator=generator, dtype=torch.float64)
+    probe = {
+        key: torch.randn(value.shape, generator=generator, dtype=torch.float64) + 1.5
+        for key, value in module.named_parameters()
+    }
+    try:
+        found = torch.func.functional_call(module, probe, (x,))
+        wanted = [
+            torch.func.functional_call(
+                norm, {key: probe[f"{leaf}.{number}.{key}"] for key, _ in norm.named_parameters()}, (x[:, number],)
+            )
+            for number, norm in enumerate(norms)
+        ]
+        alike = torch.allclose(found, torch.stack(wanted, 1))
+    except Exception:  # the model's code may raise anything
+        alike = False
+    if not alike:
+        raise LayoutError(
+            f"{name}: {type(module).__name__} does not give each of its {len(norms)} norms the head of its number, the second of "
+            f"four dims: keep all of the attention whole: {name.rpartition('.')[0]!r}: 'replicate'"
         )
 
 

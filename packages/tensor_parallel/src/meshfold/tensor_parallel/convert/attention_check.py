@@ -24,7 +24,7 @@ from meshfold.mesh import Mesh, Part, Placement
 from meshfold.tensor_parallel.convert.forward_code import config_size, parameters_of
 from meshfold.tensor_parallel.convert.heads import Heads
 from meshfold.tensor_parallel.modes import Mode
-from meshfold.tensor_parallel.module_kinds import features, is_linear, norm_kind, norm_size
+from meshfold.tensor_parallel.module_kinds import features, is_linear, norm_kind, norm_size, norms_by_head
 
 BIASES = ("alibi", "position_bias")
 """What attention calls biases of all heads that are made outside of it."""
@@ -126,7 +126,7 @@ class AttentionTrial:
         """Args:
         tables: full names of the module's tables of biases, a column a head, which are split with the heads.
         biases_split: the module's biases come from such a table.
-        norms: full names of the module's norms of queries and keys.
+        norms: full names of the module's norms of queries and keys, or of modules with one for each head.
         input_width: of the module's input on a rank; None: the width that its projections read.
         stand_in: the input has a shape but no values; only the projections may read it.
         """
@@ -239,6 +239,8 @@ class AttentionTrial:
             for leaf, child in twin._modules.items():
                 if child is not None and norm_kind(child):
                     twin._modules[leaf] = self._norm_of_heads(leaf, child, rank) or _NormsInput(child, x)
+                elif child is not None and leaf in self.norms and rank is not None:
+                    twin._modules[leaf] = self._own_norms(child, rank)
             for name, y in given.items():
                 share = y if rank is None else self._share(y, self.heads.parts(name, self.mesh, self.mode), rank)
                 twin._modules[name.rpartition(".")[2]] = _Gives(share, x if strict else None)
@@ -265,6 +267,16 @@ class AttentionTrial:
             return None
         weight = torch.linspace(1.0, 2.0, size, dtype=torch.float64)
         return _ScalesHeads(weight if rank is None else self._share(weight, (part,), rank))
+
+    def _own_norms(self, module: nn.Module, rank: int) -> nn.Module:
+        """Return a module with a norm for each head, with this rank's of them."""
+        twin, leaf = copy.copy(module), norms_by_head(module)
+        norms: Any = module.get_submodule(leaf)
+        part = self.heads.counted(len(norms), self.mesh, self.mode)
+        if part is not None:
+            own = self._share(torch.arange(len(norms)), (part,), rank)
+            twin._modules = {leaf: nn.ModuleList(norms[i] for i in own.tolist())}
+        return twin
 
     def _twin(self) -> nn.Module:
         """Return a twin of the module without its linear layers, on the CPU. The module itself is not affected."""

@@ -24,10 +24,10 @@ from meshfold.tensor_parallel.layers.embedding import Embedding, HeadBias, Patch
 from meshfold.tensor_parallel.layers.experts import Experts, experts_of
 from meshfold.tensor_parallel.layers.linear import Linear
 from meshfold.tensor_parallel.layers.loss import CausalLMLoss
-from meshfold.tensor_parallel.layers.norm import HeadNorm, LayerNorm, RMSNorm
+from meshfold.tensor_parallel.layers.norm import HeadNorm, HeadNorms, LayerNorm, RMSNorm
 from meshfold.tensor_parallel.lowerings import LOWERINGS, find_lowering
 from meshfold.tensor_parallel.modes import Mode
-from meshfold.tensor_parallel.module_kinds import features, is_conv1d, norm_eps, norm_kind, norm_size
+from meshfold.tensor_parallel.module_kinds import features, is_conv1d, norm_eps, norm_kind, norm_size, norms_by_head
 
 
 class LayerBuilder:
@@ -84,7 +84,11 @@ class LayerBuilder:
         kind: type[LayerNorm | RMSNorm] = LayerNorm if norm_kind(module) == "layer" else RMSNorm
         if role == "norm":
             return kind.convert(module, norm_eps(module), self.mesh, mode)
-        heads, size = self.analysis.heads[name.rpartition(".")[0]], norm_size(module)
+        heads = self.analysis.heads[name.rpartition(".")[0]]
+        if leaf := norms_by_head(module):
+            part = heads.counted(len(module.get_submodule(leaf)), self.mesh, self.analysis.mode)
+            return HeadNorms(module, self.mesh, mode, part or Part(heads.heads))
+        size = norm_size(module)
         if size == heads.head_dim:
             return HeadNorm(module, self.mesh, mode)
         return kind.convert(
@@ -234,12 +238,13 @@ class LayerBuilder:
 
 
 def meta_twin(module: nn.Module) -> nn.Module:
-    """Return the same layer without its values."""
+    """Return the same layer, and those in it, without their values."""
     twin = copy.copy(module)
     twin._parameters = {
         name: None if p is None else nn.Parameter(p.detach().to("meta"), requires_grad=p.requires_grad)
         for name, p in module._parameters.items()
     }
+    twin._modules = {name: None if m is None else meta_twin(m) for name, m in module._modules.items()}
     return twin
 
 
@@ -252,10 +257,13 @@ def keep_hooks(module: nn.Module, made: nn.Module) -> None:
 
 
 def keep_ties(module: nn.Module, made: nn.Module, blocks: dict[nn.Parameter, nn.Parameter]) -> None:
-    """Tie layers that shared a parameter to one block of it."""
+    """Tie layers that shared a parameter to one block of it, and the layers in them."""
     for name, whole in module._parameters.items():
         block = made._parameters.get(name)
         if whole is not None and block is not None:
             if whole not in blocks:
                 copy_parameter_hooks(whole, block)
             made._parameters[name] = blocks.setdefault(whole, block)
+    for name, inner in module.named_children():
+        if (twin := made._modules.get(name)) is not None:
+            keep_ties(inner, twin, blocks)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,7 +21,15 @@ from meshfold.tensor_parallel.convert.roles import (
     usual_role,
 )
 from meshfold.tensor_parallel.layers.attention import why_keep_forward
-from meshfold.tensor_parallel.module_kinds import check_norm, features, is_linear, norm_kind, norm_size
+from meshfold.tensor_parallel.module_kinds import (
+    check_norm,
+    check_norms_by_head,
+    features,
+    is_linear,
+    norm_kind,
+    norm_size,
+    norms_by_head,
+)
 
 
 def check_analysis(analysis: Analysis) -> None:
@@ -52,8 +61,9 @@ def check_analysis(analysis: Analysis) -> None:
     for name in analysis.roles.named("head_norm"):
         _check_head_norm(analysis, name)
     for name in (*analysis.roles.named("norm"), *analysis.roles.named("head_norm")):
+        check = check_norms_by_head if norms_by_head(analysis.modules[name]) else check_norm
         with torch.device("cpu"):  # the caller may have chosen the meta device
-            check_norm(name, analysis.modules[name])
+            check(name, analysis.modules[name])
     for name in analysis.roles.named("replicate"):
         _check_whole(analysis, name)
         _check_joined(analysis, name)
@@ -267,13 +277,22 @@ def _check_region(analysis: Analysis, name: str) -> None:
 def _check_head_norm(analysis: Analysis, name: str) -> None:
     """Raise a LayoutError for a norm of queries or keys that normalises neither each head separately nor all of them together."""
     attention = name.rpartition(".")[0]
-    size = norm_size(analysis.modules[name])
     if attention not in analysis.heads:
         raise LayoutError(
             f"{name}: a norm of heads must be a child of the module that holds the attention's projections; give it the "
             f"rule 'norm' if it normalises the residual stream"
         )
-    heads = analysis.heads[attention]
+    heads, module = analysis.heads[attention], analysis.modules[name]
+    if leaf := norms_by_head(module):
+        norms: Any = module.get_submodule(leaf)
+        if heads.counted(len(norms), analysis.mesh, analysis.mode) is None or norm_size(norms[0]) != heads.head_dim:
+            raise LayoutError(
+                f"{name}: has {len(norms)} norms of {norm_size(norms[0])} elements, and attention {heads.heads} heads and "
+                f"{heads.kv_heads} key heads of {heads.head_dim}: let there be one for each head, or keep all of the attention "
+                f"whole: {attention!r}: 'replicate'"
+            )
+        return
+    size = norm_size(module)
     if size != heads.head_dim and heads.normalised(size, analysis.mesh, analysis.mode) is None:
         raise LayoutError(
             f"{name}: normalises {size} elements together, neither a head of {heads.head_dim} nor all {heads.heads} or "

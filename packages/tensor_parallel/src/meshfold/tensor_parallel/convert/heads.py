@@ -68,12 +68,17 @@ class Heads:
             else ()
         )
 
+    def counted(self, number: int, mesh: Mesh, mode: Mode) -> Part | None:
+        """Return the part that a number of heads is split as, in heads: of queries, or of keys. None for any other number."""
+        repeats = {self.kv_heads: self.repeat(mesh, mode), self.heads: 1}
+        return Part(number, repeats[number]) if number in repeats else None
+
     def normalised(self, size: int, mesh: Mesh, mode: Mode) -> Part | None:
         """Return the part of a projection that a norm of ``size`` normalises, all heads together: of queries, or of keys. None for
         any other size.
         """
-        widths = {self.kv_heads * self.head_dim: self.repeat(mesh, mode), self.heads * self.head_dim: 1}
-        return Part(size, widths[size]) if size in widths else None
+        heads = None if size % self.head_dim else self.counted(size // self.head_dim, mesh, mode)
+        return None if heads is None else Part(size, heads.repeat)
 
     def check(self, name: str, mesh: Mesh, mode: Mode) -> None:
         """Raise a LayoutError if the heads cannot be split."""

@@ -39,7 +39,7 @@ from meshfold.tensor_parallel.layers.dropout import Dropout
 from meshfold.tensor_parallel.layers.embedding import Embedding, HeadBias, PatchEmbedding, PositionEmbedding
 from meshfold.tensor_parallel.layers.linear import Linear
 from meshfold.tensor_parallel.layers.loss import CausalLMLoss
-from meshfold.tensor_parallel.layers.norm import HeadNorm, LayerNorm, RMSNorm
+from meshfold.tensor_parallel.layers.norm import HeadNorm, HeadNorms, LayerNorm, RMSNorm
 
 Layer = TypeVar("Layer", bound=nn.Module)
 Shape = tuple[int, ...]
@@ -193,16 +193,16 @@ class NormRule(LayerRule[LayerNorm | RMSNorm]):
         return layer.tokens, layer.tokens
 
 
-class HeadNormRule(LayerRule[HeadNorm]):
-    """Rule of a norm over one head: it takes any heads of any tokens."""
+class HeadNormRule(LayerRule[HeadNorm | HeadNorms]):
+    """Rule of a norm over one head: it takes any heads of any tokens; of a norm for each head."""
 
-    def check(self, found: Tracker, layer: HeadNorm, given: Tensor) -> None:
+    def check(self, found: Tracker, layer: HeadNorm | HeadNorms, given: Tensor) -> None:
         _check_columns(found, layer, given, ())
 
-    def result(self, found: Tracker, layer: HeadNorm, given: Tensor, shape: Shape) -> Dims:
+    def result(self, found: Tracker, layer: HeadNorm | HeadNorms, given: Tensor, shape: Shape) -> Dims:
         return found.dims(given)
 
-    def token_axes(self, layer: HeadNorm) -> tuple[Iterable[str], Iterable[str]]:
+    def token_axes(self, layer: HeadNorm | HeadNorms) -> tuple[Iterable[str], Iterable[str]]:
         return layer.summed, layer.summed
 
 
@@ -249,6 +249,7 @@ _RULES: dict[type[nn.Module], LayerRule[Any]] = {
     LayerNorm: NormRule(),
     RMSNorm: NormRule(),
     HeadNorm: HeadNormRule(),
+    HeadNorms: HeadNormRule(),
     HeadBias: HeadBiasRule(),
     Dropout: DropoutRule(),
     nn.MultiheadAttention: AttentionRule(),

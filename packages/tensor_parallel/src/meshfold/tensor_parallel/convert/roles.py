@@ -17,7 +17,15 @@ from meshfold.mesh import LayoutError, did_you_mean, metadata
 from meshfold.tensor_parallel.convert.denoisers import denoiser_roles
 from meshfold.tensor_parallel.convert.own_tokens import MARK, is_marked
 from meshfold.tensor_parallel.layers.experts import experts_of
-from meshfold.tensor_parallel.module_kinds import features, is_linear, is_patch, norm_kind, norm_size, why_not
+from meshfold.tensor_parallel.module_kinds import (
+    features,
+    is_linear,
+    is_patch,
+    norm_kind,
+    norm_size,
+    norms_by_head,
+    why_not,
+)
 
 _QUERY = r"q_proj|query|wq|to_q|q_lin|q|add_q_proj"
 _KEY_VALUE = r"k_proj|v_proj|key|value|wk|wv|to_k|to_v|k_lin|v_lin|k|v|add_k_proj|add_v_proj"
@@ -45,7 +53,11 @@ _KINDS: dict[str, tuple[str, Callable[[nn.Module], bool]]] = {
     **dict.fromkeys(
         ("embedding", "positions", "head_bias"), ("an nn.Embedding", lambda m: isinstance(m, nn.Embedding))
     ),
-    **dict.fromkeys(("norm", "head_norm"), ("a LayerNorm or RMSNorm", lambda m: bool(norm_kind(m)))),
+    "norm": ("a LayerNorm or RMSNorm", lambda m: bool(norm_kind(m))),
+    "head_norm": (
+        "a LayerNorm or RMSNorm, or a list of them in a module of its own",
+        lambda m: bool(norm_kind(m) or norms_by_head(m)),
+    ),
     "dropout": ("an nn.Dropout", lambda m: isinstance(m, nn.Dropout)),
     "loss": ("any module", lambda m: True),
     "replicate": ("any module", lambda m: True),
@@ -147,8 +159,8 @@ def classify(model: nn.Module, rules: Mapping[str, str]) -> Roles:
 
 
 def is_head_norm(name: str) -> bool:
-    """Return True if a norm is named like one of queries or keys."""
-    return bool(_HEAD_NORM_NAMES.fullmatch(name.rpartition(".")[2]))
+    """Return True if a norm, or the module that it is in, is named like one of queries or keys."""
+    return any(_HEAD_NORM_NAMES.fullmatch(part) for part in name.split("."))
 
 
 def _refuse(module: nn.Module) -> str:
@@ -171,6 +183,8 @@ def _role(name: str, module: nn.Module, model: nn.Module, hidden: int) -> str:
         )
     if norm_kind(module):
         return "head_norm" if is_head_norm(name) else "norm" if norm_size(module) == hidden else ""
+    if is_head_norm(name) and norms_by_head(module):
+        return "head_norm"
     if is_linear(module):
         return _linear_role(name, leaf, module, model, hidden)
     if type(module) is nn.Dropout:
@@ -289,7 +303,7 @@ def _hidden_size(model: nn.Module) -> int:
 
 def _inside(name: str, found: Roles) -> bool:
     """Return True if a module is inside one that was placed as a whole."""
-    whole = [placed for placed, role in found.role.items() if role in (*WHOLE, "loss")]
+    whole = [placed for placed, role in found.role.items() if role in (*WHOLE, "loss", "head_norm")]
     return any(not placed or name.startswith(f"{placed}.") for placed in whole)
 
 

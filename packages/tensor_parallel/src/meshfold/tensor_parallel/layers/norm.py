@@ -10,7 +10,7 @@ the gradient of its own readers, and the projection before the norm adds those u
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from meshfold import kernels
 from meshfold.kernels.fuse import Norm
-from meshfold.mesh import Mesh, Part, Placement, collectives, metadata
+from meshfold.mesh import LayoutError, Mesh, Part, Placement, collectives, metadata
 from meshfold.mesh.collectives import bind_enter, traceable_result
 from meshfold.tensor_parallel.layers.base import (
     ShardedLayer,
@@ -28,7 +28,7 @@ from meshfold.tensor_parallel.layers.base import (
 )
 from meshfold.tensor_parallel.layers.repeated_spans import bind_sum_repeated, repeated_spans
 from meshfold.tensor_parallel.modes import Mode, find_mode, split_evenly
-from meshfold.tensor_parallel.module_kinds import eps_for, norm_eps, norm_kind, norm_offset, norm_size
+from meshfold.tensor_parallel.module_kinds import eps_for, norm_eps, norm_kind, norm_offset, norm_size, norms_by_head
 
 
 class _Norm(ShardedLayer):
@@ -197,17 +197,60 @@ class HeadNorm(ShardedLayer):
         self.train(module.training)
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = None if self.weight is None else shifted(self._enter(self.weight), self.offset)
+        weight, bias = (None if p is None else self._enter(p) for p in (self.weight, self.bias))
+        return self.normalised(x, weight, bias)
+
+    def normalised(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        """Return ``x`` normalised, with a weight and a bias whose gradients the caller has summed."""
+        weight = None if weight is None else shifted(weight, self.offset)
         eps = eps_for(self.eps, x.dtype)
         x = to_norm_dtype(x) if self.centred else x
         with without_autocast(x):
-            if not self.centred:
-                return kernels.rms_norm(x, weight, eps)
-            bias = None if self.bias is None else self._enter(self.bias)
-            return kernels.layer_norm(x, weight, bias, eps)
+            return kernels.layer_norm(x, weight, bias, eps) if self.centred else kernels.rms_norm(x, weight, eps)
 
     def extra_repr(self) -> str:
         return f"{self.head_dim}, eps={self.eps}, mode={self.mode.name}"
+
+
+class HeadNorms(ShardedLayer):
+    """A norm for each head, of queries or keys whose heads are split (StableLM): ``b n s head_dim`` to the same.
+
+    Every rank has the weights of all heads, under the names that they had, and uses those of its own. So each weight gets a
+    gradient on every rank, in one sum for all of them.
+    """
+
+    def __init__(self, module: nn.Module, mesh: Mesh, mode: Mode, heads: Part) -> None:
+        """Args:
+        module: the whole module, with a list of norms.
+        heads: how the heads are split; its elements are heads.
+        """
+        super().__init__()
+        self.mesh, self.mode, self._list = mesh, mode, norms_by_head(module)
+        norms: Any = module.get_submodule(self._list)
+        self.add_module(self._list, nn.ModuleList(HeadNorm(norm, mesh, mode) for norm in norms))
+        hidden = mode.layout("hidden")
+        place = Placement(shape=(heads.size,), axes=(hidden["n"],), parts={0: (heads,)})
+        self.own: list[int] = place.coordinates(mesh, 0).tolist()
+        self.summed = (*hidden["m"], *hidden["n"])
+        self._enter = bind_enter(mesh, self.summed)
+        self.train(module.training)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dim() != 4 or x.shape[1] != len(self.own):
+            raise LayoutError(f"norms of {len(self.own)} heads, the second of four dims, are given {list(x.shape)}")
+        norms: Any = self.get_submodule(self._list)
+        weights, biases = (self._entered([getattr(norm, name) for norm in norms]) for name in ("weight", "bias"))
+        return torch.cat(
+            [norms[i].normalised(part, weights[i], biases[i]) for i, part in zip(self.own, x.split(1, 1), strict=True)],
+            1,
+        )
+
+    def _entered(self, parameters: list[nn.Parameter | None]) -> Sequence[Tensor | None]:
+        given: list[Tensor] = [p for p in parameters if p is not None]
+        return self._enter(torch.stack(given)).unbind() if len(given) == len(parameters) else parameters
+
+    def extra_repr(self) -> str:
+        return f"heads {self.own} here, mode={self.mode.name}"
 
 
 def shifted(weight: Tensor, offset: float) -> Tensor:
