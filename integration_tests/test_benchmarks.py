@@ -325,17 +325,18 @@ def test_the_blocks_of_openfold_are_those_of_ours() -> None:
 FOLDING = dict(blocks=1, narrower=8, dtype="float64", sequences=6, residues=4, recompute="blocks")
 
 
-def _folding_loss(ranks: int) -> float:
+def _folding_loss(ranks: int, **grid: list[int]) -> float:
     from benchmarks.folding.worker import ours
 
-    loss = ours({**FOLDING, "ranks": ranks})()
+    loss = ours({**FOLDING, "ranks": ranks, **grid})()
     if ranks > 1:  # each has the mean of its own part
         torch.distributed.all_reduce(loss)
     return float(loss) / ranks
 
 
-def test_two_ranks_compute_what_one_does_in_the_benchmark_of_folding() -> None:
+def test_ranks_compute_what_one_does_in_the_benchmark_of_folding() -> None:
     assert run_on_ranks(2, _folding_loss, 2) == pytest.approx([_folding_loss(1)] * 2)
+    assert run_on_ranks(4, _folding_loss, 4, grid=[2, 2]) == pytest.approx([_folding_loss(1)] * 4)
 
 
 @pytest.mark.usefixtures("warm_commands")

@@ -36,9 +36,10 @@ def of_case(case: dict[str, Any], cases: Mapping[str, dict[str, Any]]) -> list[s
     times = seconds_of(runs)
     best = fastest(times, "ours")
     recompute = "blocks recomputed" if work["recompute"] == "blocks" else "nothing recomputed"
+    grid = ", a grid of {} × {}".format(*work["grid"]) if "grid" in work else ""
     lines = [
         f"**{work['blocks']} blocks, {work['sequences']} sequences × {work['residues']} residues, {work['ranks']} rank"
-        f"{'s' * (work['ranks'] > 1)}, {work['dtype']}, {recompute}"
+        f"{'s' * (work['ranks'] > 1)}{grid}, {work['dtype']}, {recompute}"
         f"; forward and backward**",
         "",
         *table(HEAD, [_row(name, runs[name], times, work, best) for name in runs]),
@@ -47,17 +48,19 @@ def of_case(case: dict[str, Any], cases: Mapping[str, dict[str, Any]]) -> list[s
     if best is None:
         return lines
     judged = work["ranks"] if all(work[name] == value for name, value in JUDGED.items()) else -1
+    gpus = {2: "two", 4: "four"}.get(work["ranks"], str(work["ranks"]))
     rival = "OpenFold eager"
     if rival in times:
         lines.append(BARS["eager"].line(times[rival] / times[best], judged, best=best, rival=rival))
-    alone = next((one for one in cases.values() if one["work"] == {**work, "ranks": 1}), None)
+    single = {name: value for name, value in work.items() if name != "grid"} | {"ranks": 1}
+    alone = next((one for one in cases.values() if one["work"] == single), None)
     one_gpu = seconds_of(alone["runs"]) if alone is not None and work["ranks"] > 1 else {}
     before = fastest(one_gpu, "ours")
     if alone is not None and before is not None:
-        lines.append(BARS["dap"].line(one_gpu[before] / times[best], judged, best=best))
+        lines.append(BARS["dap"].line(one_gpu[before] / times[best], judged, best=best, gpus=gpus))
         if peak_of(alone["runs"][before]):
             share = peak_of(runs[best]) / peak_of(alone["runs"][before])
-            lines.append(BARS["memory"].line(share, judged, best=best))
+            lines.append(BARS["memory"].line(share, judged, best=best, gpus=gpus))
     return lines
 
 

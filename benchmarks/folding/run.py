@@ -1,9 +1,10 @@
 """Evoformer blocks beside OpenFold's eager modules, ESMFold's trunk beside transformers'; on one GPU or over several by dap.
 
 `meshfold bench folding` runs 12 blocks of AlphaFold's size in bfloat16, forward and backward, on 128 sequences of 256 residues;
-`--sizes 512x384 --recompute blocks` are those of fine-tuning; `--ranks 2` runs over two GPUs. `--case esmfold` runs blocks of
-ESMFold's trunk at inference on chains of `--lengths`, `--case longest` on the longest chain that fits into `--gib` of each GPU.
-Results of one `--out` are compared. JSON has times, power, clock and memory; `--report FILE.json` makes the table from it.
+`--sizes 512x384 --recompute blocks` are those of fine-tuning; `--ranks 2` runs over two GPUs, `--ranks 4 --grid 2x2` over a grid of
+four. `--case esmfold` runs blocks of ESMFold's trunk at inference on chains of `--lengths`, `--case longest` on the longest chain
+that fits into `--gib` of each GPU. Results of one `--out` are compared. JSON has times, power, clock and memory; `--report FILE.json`
+makes the table from it.
 """
 
 from __future__ import annotations
@@ -65,6 +66,9 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--narrower", type=int, default=1, help="divide the model's channels by this")
     parser.add_argument("--ranks", type=int, default=1, help="GPUs that share a sample by dap")
+    parser.add_argument(
+        "--grid", metavar="RxC", help="of evoformer: split rows and columns over a grid of the GPUs instead"
+    )
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--recompute", choices=("blocks", "none"), default="none", help="what backward recomputes")
     parser.add_argument("--backend", default="inductor", help="of torch.compile")
@@ -73,6 +77,8 @@ def main(argv: Sequence[str]) -> int:
     add_starts(parser, steps=20, warm_up=3, settle_s=10.0, timeout=180.0)
     add_output(parser, "folding")
     options = parse_with_tiny(parser, argv, TINY)
+    if options.grid is not None and options.case != "evoformer":
+        parser.error(f"--grid {options.grid}: --case {options.case} is split by dap alone")
     if options.list:
         for case, contestants in CASES.items():
             print("\n".join(f"{case}: {name}" for name in contestants))
@@ -105,6 +111,8 @@ def works_of(options: argparse.Namespace, parser: argparse.ArgumentParser) -> It
     shared = {name: getattr(options, name) for name in WORK}
     if options.case == "evoformer":
         shared |= dict(recompute=options.recompute, backend=options.backend)
+        if options.grid is not None:
+            shared["grid"] = grid_of(options.grid, options.ranks, parser)
         for text in options.sizes:
             sequences, residues = sizes_of(text, options.ranks, parser)
             yield dict(shared, sequences=sequences, residues=residues)
@@ -124,7 +132,7 @@ def works_of(options: argparse.Namespace, parser: argparse.ArgumentParser) -> It
 def heading(work: dict[str, Any]) -> str:
     """Return the sizes of a work in a word or two."""
     if work["case"] == "evoformer":
-        return f"{work['sequences']} x {work['residues']}"
+        return f"{work['sequences']} x {work['residues']}{', grid' * ('grid' in work)}"
     return f"{work['case']}, {work['residues']} residues, {work['ranks']} rank{'s' * (work['ranks'] > 1)}"
 
 
@@ -137,6 +145,16 @@ def names_for(options: argparse.Namespace, parser: argparse.ArgumentParser) -> l
     if unknown := [name for name in options.only or () if name not in known]:
         parser.error(f"--only {unknown[0]}: --case {options.case} has {', '.join(known)}")
     return options.only or [name for name in known if options.ranks == 1 or name.startswith("ours")]
+
+
+def grid_of(text: str, ranks: int, parser: argparse.ArgumentParser) -> list[int]:
+    """Return rows and columns of a grid; end with a message unless they are two numbers whose product is the ranks."""
+    rows, _, columns = text.partition("x")
+    if not (rows.isdigit() and columns.isdigit() and int(rows) * int(columns) == ranks > 1):
+        parser.error(
+            f"--grid {text}: write rows x columns whose product is --ranks {ranks}, such as --ranks 4 --grid 2x2"
+        )
+    return [int(rows), int(columns)]
 
 
 def sizes_of(text: str, ranks: int, parser: argparse.ArgumentParser) -> tuple[int, int]:

@@ -45,14 +45,16 @@ def blocks_of(job: dict[str, Any]) -> nn.ModuleList:
 
 
 def ours(job: dict[str, Any], *, kernels: str = "auto", compiled: bool = False) -> Step:
-    """Return the step of Meshfold: as many ranks as there are, by ``dap``."""
+    """Return the step of Meshfold: as many ranks as there are, by ``dap`` or in the grid that the job names."""
     from meshfold.folding import parallelize_folding, sum_gradients
     from meshfold.kernels import use
     from meshfold.mesh import Mesh
 
     use(kernels)
     blocks = blocks_of(job)
-    if job["ranks"] > 1:
+    if "grid" in job:
+        parallelize_folding(blocks, Mesh(dict(zip(("row", "col"), job["grid"], strict=True))), "grid")
+    elif job["ranks"] > 1:
         parallelize_folding(blocks, Mesh({"axial": job["ranks"]}), "dap")
     return step_of(job, _compiled(blocks, job) if compiled else blocks, lambda: sum_gradients(blocks))
 
@@ -81,11 +83,14 @@ def step_of(job: dict[str, Any], blocks: nn.ModuleList, finish: Callable[[], Non
     """
     ranks, dtype, small = job["ranks"], getattr(torch, job["dtype"]), job["narrower"]
     generator = torch.Generator().manual_seed(1)
-    rank = int(os.environ.get("RANK", "0"))
+    grid = job.get("grid", (ranks, 1))
+    row, column = divmod(int(os.environ.get("RANK", "0")), grid[1])
 
     def part(rows: int, channels: int) -> Tensor:
         whole = torch.randn(1, rows, job["residues"], channels, generator=generator)
-        return whole.chunk(ranks, 1)[rank].to(device(), dtype).requires_grad_()
+        mine = whole.chunk(grid[0], 1)[row].chunk(grid[1], 2)[column]
+        here: Tensor = mine.to(device(), dtype).contiguous()
+        return here.requires_grad_()
 
     m, z = part(job["sequences"], 256 // small), part(job["residues"], 128 // small)
     leaves = [m, z, *blocks.parameters()]
