@@ -100,8 +100,8 @@ def calibrate(process: Process, effort: Effort, *, disk: Path | None = None, nam
             hidden = hidden_share(here, device, effort)
             machine = replace(machine, efficiency=replace(machine.efficiency, hidden=hidden))
         launches = asdict(measure_launches(process, effort))
-        means = _mean([*launches.values()], everyone, device)
-        machine = replace(machine, launches=Launches(**dict(zip(launches, means, strict=True))))
+        slowest = _most([*launches.values()], everyone, device)  # ranks wait for it in every collective
+        machine = replace(machine, launches=Launches(**dict(zip(launches, slowest, strict=True))))
         if there.size > 1:
             between = typical_link(fit_links(message_samples(there, device, effort)))
             machine = replace(machine, between=min(between.rate, machine.inside))
@@ -123,6 +123,14 @@ def _mean(values: Sequence[float], everyone: Group, device: torch.device) -> lis
     """Return the means over all ranks."""
     total = all_reduce(torch.tensor(values, dtype=torch.float64, device=device), everyone)
     return [float(value) / everyone.size for value in total.tolist()]
+
+
+def _most(values: Sequence[float], everyone: Group, device: torch.device) -> list[float]:
+    """Return the largest of all ranks' values, each by itself."""
+    found: list[float] = all_reduce(
+        torch.tensor(values, dtype=torch.float64, device=device), everyone, op="max"
+    ).tolist()
+    return found
 
 
 def _means(
