@@ -1,4 +1,4 @@
-"""Peak memory of a Hugging Face Llama under a limit: what is recorded, operator by operator, is what was planned."""
+"""Memory under a limit: what is recorded, operator by operator or in each timestep, is what was planned."""
 
 from __future__ import annotations
 
@@ -11,7 +11,11 @@ from torch import nn
 from meshfold.engine import Engine
 from meshfold.engine.zero.states import ZeroStates
 from meshfold.mesh.model_io import LiveBytes
+from meshfold.mesh.testing import run_on_ranks
+from meshfold.models import GPT, GPTConfig
 from meshfold.zero_gemini.memory.arena import Arena
+from meshfold.zero_gemini.planner import timeline
+from meshfold.zero_gemini.profiler import StepTracer, WallClock
 
 WORDS, LIMIT = 4096, 10 * 2**20
 
@@ -64,3 +68,78 @@ def test_steps_take_what_was_planned_and_none_before_the_plan_goes_beyond_the_li
                 assert recorded.most == pytest.approx(plan.peak_gpu_bytes, rel=1e-3)
             engine.step()
         assert planned >= 3
+
+
+class Peaks:
+    """The most that chunks take in a timestep, for a tracer."""
+
+    round_bytes = 512
+
+    def __init__(self, arena: Arena) -> None:
+        self._arena = arena
+
+    def __enter__(self) -> Peaks:
+        self.take()
+        return self
+
+    def __exit__(self, *error: object) -> None: ...
+
+    def take(self) -> tuple[int, int]:
+        most = self._arena.peak_bytes
+        self._arena.reset_peak()
+        return most, self._arena.used_bytes
+
+
+class Turned(nn.Module):
+    """Its parts are registered in the opposite order, so the first gradients that are complete are reduced last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(96, 64)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(96, 768), nn.Linear(768, 96)) for _ in range(5))
+        self.embed = nn.Embedding(64, 96)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for block in reversed(self.blocks[1:]):  # no backward reaches the first
+            x = x + block(x)
+        y: torch.Tensor = self.head(x)
+        return y
+
+
+def gpt() -> nn.Module:
+    """Several blocks share its first chunk, whose reduction begins long after that of the second."""
+    return GPT(GPTConfig(vocab_size=64, hidden=96, layers=4, heads=4, max_positions=16, dropout=0.0))
+
+
+def chunks_in_every_timestep(made: str, clip: float | None) -> None:
+    model: Any = {"gpt": gpt, "turned": Turned}[made]
+    settings: dict[str, Any] = dict(optimizer=dict(name="adamw", lr=1e-3), precision="bf16", clip_grad_norm=clip)
+    if made == "turned":
+        settings["loss_fn"] = lambda logits, ids: nn.functional.cross_entropy(
+            logits.flatten(0, 1).float(), ids.flatten()
+        )
+    with Engine(model, dict(zero=dict(stage=2, gpu_memory_limit=8 * 2**20)), **settings) as engine:
+        states = engine.states
+        assert isinstance(states, ZeroStates)
+        ids = torch.randint(64, (4, 16), generator=torch.Generator().manual_seed(0))
+        for _ in range(4):
+            engine.train_step(engine.shard_batch(ids))
+        plan = states.residency.plan
+        assert plan is not None
+        planned = [at.bytes - at.kinds["non-model"] for at in timeline(plan)]
+        with StepTracer(engine.model, memory=Peaks(states.gemini.memory.compute), clock=WallClock()) as tracer:
+            engine.train_step(engine.shard_batch(ids))
+        found = tracer.trace()
+        assert found.order == plan.workload.units
+        taken = [timestep.non_model_bytes for timestep in found.timesteps]
+        assert max(taken) > taken[0]  # gradients
+        assert [more for more, most in zip(taken, planned, strict=True) if more > most] == []
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("clip", [1.0, None])
+@pytest.mark.parametrize("made", ["gpt", "turned"])
+def test_chunks_never_take_more_than_is_planned_for_that_timestep(made: str, clip: float | None, world: int) -> None:
+    run_on_ranks(world, chunks_in_every_timestep, made, clip)

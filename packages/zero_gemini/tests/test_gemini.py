@@ -11,9 +11,10 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from meshfold.mesh import Mesh, ParameterMeta, Placement, annotate
-from meshfold.mesh.testing import run_on_ranks
+from meshfold.mesh.testing import ranks, run_on_ranks
 from meshfold.zero_gemini import ChunkError, Gemini, Memory, Shares
 from meshfold.zero_gemini.chunks.placement import EVERYTHING_ON_THE_DEVICE
+from meshfold.zero_gemini.memory.arena import ROUND_BYTES
 from meshfold.zero_gemini.runtime.units import find_units
 
 WORDS, WIDTH, ROWS = 50, 24, 8
@@ -385,3 +386,27 @@ def gradients_after_the_last_reduction() -> None:
 
 def test_gradients_after_the_last_reduction_are_an_error() -> None:
     run_on_ranks(1, gradients_after_the_last_reduction)
+
+
+@ranks(2)
+def test_gradients_that_wait_on_the_host_are_summed_few_at_a_time() -> None:
+    """Those of whole chunks, as a pipeline's micro-batches leave them: all at once would need the device for the whole model."""
+    model, gemini = in_chunks(2, torch.float32, Shares(host_parameters=1.0, host_optimizer=1.0))
+    rank, arena = torch.distributed.get_rank(), gemini.memory.compute
+    (ids, _), (more, _) = batches(2)
+    for rows in (ids, more):
+        gemini.begin(last=False)
+        gemini.expect("apart")
+        (loss_of(model, rows[rank * ROWS // 2 : (rank + 1) * ROWS // 2], False) / 2).backward()
+    assert len(gemini.chunks) > 5 and arena.used_bytes == 0
+    arena.reset_peak()
+    gemini.reduce_rest()
+    gemini.finish()
+    largest = 4 * max(chunk.spec.size_elems for chunk in gemini.chunks)
+    assert 0 < arena.peak_bytes <= 3 * (largest + ROUND_BYTES)
+    serial = make_model(False).float()
+    for rows in (ids, more):
+        loss_of(serial, rows, False).backward()
+    wanted = nn.utils.clip_grad_norm_([p for p in serial.parameters() if p.grad is not None], 1.0)
+    torch.testing.assert_close(gemini.norm(), wanted.double(), rtol=1e-5, atol=0.0)
+    gemini.close()

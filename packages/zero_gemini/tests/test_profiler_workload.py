@@ -123,6 +123,48 @@ def test_a_tied_parameter_has_no_gradient_before_its_last_use() -> None:
         replace(chunks["tied"], gradient_from=6)
 
 
+def test_a_gradient_is_whole_while_ranks_sum_it() -> None:
+    """The next unit's backward hides the sum; a norm's is too short to."""
+    seen = trace("a", "b", "norm", "c")  # backward: c, norm, b, a in 4, 5, 6, 7
+    chunks = [use("a", ranks=4, a=4000), use("b", ranks=4, b=4000, norm=10), use("c", ranks=4, c=4000)]
+    found = work(seen, *chunks, stage=2, data_ranks=4, regime=replace(A, gradient=4))
+    assert found.light_timesteps == {2, 5}
+    in_device, on_host = (dict(zip("abc", gpu_kinds(found)["gradients"][:, i].tolist(), strict=True)) for i in (0, 1))
+    assert on_host["c"] == [0, 0, 0, 0, 16_000, 20_000, 20_000, 0]
+    assert on_host["b"] == [0, 0, 0, 0, 0, 16_000, 16_000, 20_000]
+    assert in_device["c"] == [0, 0, 0, 0, 16_000, 20_000, 20_000, 4000]
+    several = gpu_kinds(replace(found, accumulation=4))["gradients"]  # with the sum of earlier micro-steps
+    assert several[2, 0].tolist() == [4000, 4000, 4000, 4000, 20_000, 24_000, 24_000, 4000]
+    assert several[2, 1].tolist() == [0, 0, 0, 0, 20_000, 20_000, 20_000, 0]
+    whole = gpu_kinds(replace(found, accumulation=4, stage=1))["gradients"]
+    assert whole[2, 1].tolist() == [16_000, 16_000, 16_000, 16_000, 16_000, 20_000, 20_000, 16_000]
+    alone = work(seen, *(replace(one, gathered_elems=one.elems) for one in chunks))
+    assert gpu_kinds(alone)["gradients"][2, 1].tolist() == [0, 0, 0, 0, 2000, 2000, 0, 0]
+
+
+def test_a_gradient_waits_for_those_that_are_reduced_before_it() -> None:
+    """All ranks reduce chunks from the model's last to its first, in whatever order backward reaches them."""
+    seen = trace("a", "b", "c")  # backward: c, b, a in 3, 4, 5
+
+    def reduced(**places: int) -> dict[str, int | None]:
+        chunks = [replace(use(unit, **{unit: 1000}), place=place) for unit, place in places.items()]
+        return {chunk.name: chunk.reduced_in for chunk in work(seen, *chunks).chunks}
+
+    assert reduced(a=0, b=1, c=2) == {"a": 5, "b": 4, "c": 3}
+    assert reduced(c=0, b=1, a=2) == {"a": 5, "b": 5, "c": 5}
+    assert reduced(b=0, c=1, a=2) == {"a": 5, "b": 5, "c": 5}
+    assert reduced(a=0, c=1, b=2) == {"a": 5, "b": 4, "c": 4}
+    assert reduced(a=0, b=1, c=2, gone=3) == {"a": 5, "b": 5, "c": 5, "gone": 5}  # no backward reaches a unit of that
+    found = work(seen, *(replace(use(unit, **{unit: 1000}), place=-i) for i, unit in enumerate("abc")))
+    assert [row.tolist() for row in gpu_kinds(found)["gradients"][:, 1]] == [
+        [0, 0, 0, 0, 0, 2000],
+        [0, 0, 0, 0, 2000, 2000],
+        [0, 0, 0, 2000, 2000, 2000],
+    ]
+    with pytest.raises(SpecError, match=r"reduced_in=3 is before the end of \(5, 5\)"):
+        replace(found.chunks[0], reduced_in=3)
+
+
 def test_unused_frozen_and_forward_only_chunks_have_a_place() -> None:
     forward_only = [
         timestep(0, "a", backward=False),
@@ -229,8 +271,8 @@ def test_stages_1_and_2_keep_parameters_on_the_device() -> None:
         static(found, EMULATED, offload_optim_frac=1.0, offload_param_frac=1.0),
     ):
         assert {(c.state, c.parameters) for c in made.chunks} == {("host", "gpu")}
-        # parameters whole, the last gradient whole in float32, the shard of the one before
-        assert made.gpu_bytes[-1] == 2 * 2 * 4000 + 4 * 4000 + 4 * 1000 + 103
+        # parameters whole, two gradients whole in float32, and the sum of the first, which ranks make meanwhile
+        assert made.gpu_bytes[-1] == 2 * 2 * 4000 + 2 * 4 * 4000 + 4 * 1000 + 103
         assert made.gpu_bytes[0] == 2 * 2 * 4000 + 100
     on_device = cuda(found, EMULATED)
     assert on_device.gpu_bytes[0] == 2 * 2 * 4000 + 10 * 2000 + 100

@@ -59,12 +59,16 @@ def gpu_kinds(workload: Workload) -> dict[str, Floats]:
 
 
 def _gradient_bytes(chunk: ChunkCost, workload: Workload) -> Floats:
-    """Return a chunk's gradient bytes on the GPU, (option, timestep): whole during its backward, then a shard until offloaded."""
+    """Return a chunk's gradient bytes on the GPU, (option, timestep): whole during its backward, then a shard until offloaded.
+
+    While ranks sum a gradient, which they do in parallel with the next unit's backward, it is there whole with its sum.
+    """
     out = np.zeros((5, workload.timesteps))
     whole = int(np.ceil(workload.collected(chunk) * chunk.gathered_elems))
     shard = whole if workload.whole_gradients else int(np.ceil(workload.regime.gradient * chunk.elems))
     start, end = chunk.backward
     start = start if chunk.gradient_from is None else chunk.gradient_from
+    end = end if chunk.reduced_in is None else chunk.reduced_in
     summed = workload.accumulation > 1  # the earlier micro-steps' sum is resident or fetched
     out[:, start : end + 1] = whole + shard * summed
     if workload.whole_gradients:
@@ -76,6 +80,11 @@ def _gradient_bytes(chunk: ChunkCost, workload: Workload) -> Floats:
         out[0, :start] = shard
     if workload.adds_up_on_device:
         out[:] = whole
+    if chunk.elems < chunk.gathered_elems and not workload.whole_gradients:
+        under_way = slice(end + 1, workload.summed_until(end) + 1)
+        out[:, under_way] = whole + shard
+        if summed and not workload.adds_up_on_device:
+            out[0, under_way] += shard
     return out
 
 

@@ -13,7 +13,7 @@ from meshfold.mesh import SpecError, with_old_names
 from meshfold.zero_gemini.planner.options import NONE, STRATEGIES
 from meshfold.zero_gemini.planner.rates import Machine
 from meshfold.zero_gemini.planner.regimes import Regime
-from meshfold.zero_gemini.prefetch import ready_from
+from meshfold.zero_gemini.prefetch import reach, ready_from
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,6 +49,9 @@ class ChunkCost:
     gathered; ``forward`` and ``backward`` span them, and have a place for a chunk that is not used there at all."""
     gradient_from: int | None = None
     """timestep of the backward in which its gradient is begun; None: the first of ``backward``."""
+    reduced_in: int | None = None
+    """timestep of the backward in which its gradient is complete and those of all chunks that are reduced before it; None: the
+    last of ``backward``."""
 
     def __post_init__(self) -> None:
         if not 0 < self.elems <= self.gathered_elems:
@@ -63,6 +66,8 @@ class ChunkCost:
             raise SpecError(
                 f"chunk {self.name!r}: gradient_from={self.gradient_from} must be in backward={self.backward}"
             )
+        if self.reduced_in is not None and self.reduced_in < end:
+            raise SpecError(f"chunk {self.name!r}: reduced_in={self.reduced_in} is before the end of {self.backward}")
         if min(self.forward_seconds, self.backward_seconds) < 0:
             raise SpecError(f"chunk {self.name!r}: seconds below zero")
         last = -1
@@ -144,7 +149,7 @@ class Workload:
     reshards: bool = True
     """a streamed chunk leaves the GPU between two uses; else it stays from its first to its last of a micro-step."""
     drain_timesteps: int = 1
-    """a gradient leaves the GPU within this many timesteps after the chunk's backward."""
+    """a gradient leaves the GPU within this many timesteps after the chunk's backward; if ranks sum it, not counting light ones."""
     host_base_bytes: int = 0
     """host bytes that the process has besides."""
     disk_buffer_bytes: int = 2**28
@@ -168,7 +173,7 @@ class Workload:
         for chunk in self.chunks:
             if chunk.forward[1] >= self.forward_timesteps or not self.forward_timesteps <= chunk.backward[0]:
                 raise SpecError(f"chunk {chunk.name!r} is used in the wrong half of the step: {chunk}")
-            if chunk.backward[1] >= timesteps:
+            if max(chunk.backward[1], chunk.reduced_in or 0) >= timesteps:
                 raise SpecError(f"chunk {chunk.name!r} is used after the last timestep {timesteps - 1}: {chunk}")
         for layer in self.layers:
             if not (0 <= layer.first <= layer.last < timesteps and min(layer.kept_bytes, layer.recompute_seconds) >= 0):
@@ -250,6 +255,11 @@ class Workload:
     def ready_from(self, timestep: int) -> int:
         """Return the timestep from which on data used at ``timestep`` is on the GPU."""
         return ready_from(timestep, self.light_timesteps, self.prefetch_timesteps)
+
+    def summed_until(self, timestep: int) -> int:
+        """Return the last timestep in which the ranks may still sum a gradient whose reduction began at ``timestep``."""
+        coming = (later in self.light_timesteps for later in range(timestep + 1, self.timesteps))
+        return timestep + reach(coming, self.drain_timesteps)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -45,6 +45,9 @@ class ChunkUse:
     """operands in fp8 that forward and backward gather of it: 2, or 1 for both; 0: it is gathered as it is"""
     channel: str = ""
     """the group whose push channel carries it; empty: the process group does"""
+    place: int | None = None
+    """position of its first parameter in the model: gradients are reduced from the last chunk to the first; None: each once it is
+    complete"""
 
 
 def workload_of(
@@ -99,13 +102,12 @@ def workload_of(
     visits = {chunk.name: _visits(chunk, timesteps, half) for chunk in chunks}
     forward, backward = _seconds(chunks, timesteps[:half]), _seconds(chunks, timesteps[half:])
     light = light_units(chunks)
+    backwards = {chunk.name: _backward_visits(visits[chunk.name], timesteps, half) for chunk in chunks}
+    reduced = _reduced_in(chunks, backwards, timesteps, half)
     costs = []
     for chunk in chunks:
-        seen = visits[chunk.name]
+        seen, second = visits[chunk.name], backwards[chunk.name]
         first = [visit for visit in seen if visit[0] < half] or [(half - 1, half - 1)]
-        second = [visit for visit in seen if visit[0] >= half]
-        # chunks that no backward reached are reduced, as zeros, at the end
-        second = second or [(len(timesteps) - 1, len(timesteps) - 1)]
         costs.append(
             ChunkCost(
                 name=chunk.name,
@@ -115,6 +117,7 @@ def workload_of(
                 backward=(second[0][0], second[-1][1]),
                 visits=tuple(seen),
                 gradient_from=_gradient_from(chunk, timesteps, second),
+                reduced_in=reduced.get(chunk.name),
                 forward_seconds=forward[chunk.name],
                 backward_seconds=backward[chunk.name],
                 trainable=chunk.trainable,
@@ -188,6 +191,33 @@ def _without_recomputing(
 def _after(timesteps: Sequence[TracedTimestep], layer: TracedLayer) -> int:
     """Return the timestep of a layer's recomputation."""
     return min(layer.last + 1, len(timesteps) - 1)
+
+
+def _backward_visits(
+    visits: Sequence[tuple[int, int]], timesteps: Sequence[TracedTimestep], half: int
+) -> list[tuple[int, int]]:
+    """Return a chunk's visits in the backward; chunks that no backward reached are reduced, as zeros, at the end."""
+    return [visit for visit in visits if visit[0] >= half] or [(len(timesteps) - 1, len(timesteps) - 1)]
+
+
+def _reduced_in(
+    chunks: Sequence[ChunkUse],
+    backwards: Mapping[str, Sequence[tuple[int, int]]],
+    timesteps: Sequence[TracedTimestep],
+    half: int,
+) -> dict[str, int]:
+    """Return the timestep in which each chunk's reduction can begin: once its gradient and all before in the order are complete.
+
+    The gradient of a chunk with a unit that no backward reached is complete at the end.
+    """
+    reached = {timestep.unit for timestep in timesteps[half:]}
+    ordered = [(chunk.place, chunk) for chunk in chunks if chunk.trainable and chunk.place is not None]
+    found, latest = {}, 0
+    for _, chunk in sorted(ordered, key=lambda pair: -pair[0]):
+        own = backwards[chunk.name][-1][1] if reached.issuperset(chunk.units) else len(timesteps) - 1
+        latest = max(latest, own)
+        found[chunk.name] = latest
+    return found
 
 
 def _gradient_from(chunk: ChunkUse, timesteps: Sequence[TracedTimestep], backward: Sequence[tuple[int, int]]) -> int:
@@ -273,6 +303,7 @@ def uses_of(chunks: Iterable[Named], units: Iterable[Unit], facts: Mapping[str, 
         facts: its parameters, by name.
     """
     names: dict[Tensor, str] = {one.parameter: name for name, one in facts.items()}
+    places = {name: place for place, name in enumerate(facts)}
     users: dict[str, list[str]] = {name: [] for name in facts}  # by parameter
     for unit in units:
         for used in unit.parameters:
@@ -292,6 +323,7 @@ def uses_of(chunks: Iterable[Named], units: Iterable[Unit], facts: Mapping[str, 
                 trainable=chunk.trained,
                 fp8=facts[chunk.spec.names[0]].kind.fp8,
                 channel=chunk.channel,
+                place=min(places[name] for name in chunk.spec.names),
             )
         )
     return uses

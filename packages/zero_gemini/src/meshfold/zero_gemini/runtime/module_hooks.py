@@ -38,6 +38,7 @@ class Runtime:
         is_quiet: hooks do nothing.
         capture: captures what the hooks do; None if they only do it.
         needs_memory: called before a forward of the model that is not captured, and with True before chunks move; None: nothing.
+        on_entered: called whenever backward enters a unit, before its chunks are gathered; None: nothing.
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class Runtime:
         self.is_quiet = False
         self.capture: CapturedMoves | None = None
         self.needs_memory: Callable[[bool], None] | None = None
+        self.on_entered: Callable[[], None] | None = None
         self._held: dict[Chunk, None] = {}  # gathered, or being gathered
         self._in_backward = False
         self.order: list[Unit] = []
@@ -106,11 +108,16 @@ class Runtime:
         """Number of units that this step has entered, in forward and in backward."""
         return len(self._seen)
 
+    def computes_since(self, place: int) -> bool:
+        """Return True if a unit that is not light was entered since a place, and another one after it."""
+        return any(unit not in self._light for unit in islice(self._seen, place, len(self._seen) - 1))
+
     def close(self) -> None:
         """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()  # some have the hooks, which call this
+        self.on_entered = None
 
     def reread(self) -> None:
         """After chunks were moved: find those that are not resident, or that may have a pending step."""
@@ -281,6 +288,8 @@ class Runtime:
             if torch.is_grad_enabled() or self._in_backward:
                 self._seen.append(unit)
                 self._seen_forward += not self._in_backward
+            if self._in_backward and self.on_entered is not None:
+                self.on_entered()
         wanted = self._read((inside, self._reads[inside]) for inside in self._inside)
         ahead = self._read(self._next()) if self._expects(unit) else {}
         self._release(self._evicted(chunk for chunk in self._held if chunk not in wanted and chunk not in ahead))

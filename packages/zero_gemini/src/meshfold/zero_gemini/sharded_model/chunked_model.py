@@ -194,6 +194,7 @@ class ChunkedModel(ParameterValues):
         self._flow = GradientFlow(
             self._gradients, order, memory.device, self._runtime, calls, self._early, self._speculative
         )
+        self._runtime.on_entered = self._flow.collect_earlier
         self.holds_gradients = True
 
     def _make_chunk(

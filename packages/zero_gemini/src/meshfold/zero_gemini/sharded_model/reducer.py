@@ -29,6 +29,7 @@ from meshfold.zero_gemini.runtime.module_hooks import Runtime
 from meshfold.zero_gemini.runtime.open_calls import OpenCalls
 
 _MOST_UNDER_WAY = 6  # pending reductions, if a unit has more chunks
+_REST_UNDER_WAY = 1  # of those after all backwards, besides the one that starts
 _MOST_NOTED_BYTES = 32 * 2**20  # of gradients that wait for the copy of several
 
 
@@ -169,6 +170,16 @@ class GradientFlow:
         free = gradient.chunk.memory.compute.free_bytes
         return len(self._under_way) > 2 and free is not None and free < 2 * self._largest_bytes
 
+    def collect_earlier(self) -> None:
+        """Finish the reductions that had a unit's backward to run in, and free their inputs.
+
+        The next reduction finishes them too, but may be far: that of a chunk that several units use, or one with many.
+        """
+        if self.capture is not None:
+            return  # nothing is pending
+        while self._under_way and self._runtime.computes_since(self._under_way[0][0]):
+            self._collect_first()
+
     def _collect_first(self) -> None:
         self._collect(self._under_way.popleft()[1])
 
@@ -222,10 +233,17 @@ class GradientFlow:
     # -- afterwards ---------------------------------------------------------------------------------------------
 
     def reduce_rest(self) -> None:
-        """Reduce the gradients that backwards other than the last have accumulated. All ranks must call."""
+        """Reduce the gradients that backwards other than the last have accumulated. All ranks must call.
+
+        Few are on the device at a time: their inputs are whole chunks', which may come from the host.
+        """
+        under_way: deque[ChunkGradient] = deque()
         for gradient in self._waiting:
             gradient.reduce("last")
             gradient.begin()
+            under_way.append(gradient)
+            if len(under_way) > _REST_UNDER_WAY:
+                under_way.popleft().collect()
 
     def shards(self) -> dict[Chunk, Tensor]:
         """Return the complete gradient of every chunk, on the device of its optimizer state."""
