@@ -33,7 +33,6 @@ WHOLE: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
     "swiglu": (lambda x: K.swiglu(x), (X,)),
     "geglu2": (lambda x, r: K.geglu2(x, r, "tanh"), (X, R)),
     "swiglu2": (lambda x, r: K.swiglu2(x, r), (X, R)),
-    "bias_gelu": (lambda x, b: K.bias_gelu(x, b, "tanh"), (X, B)),
     "apply_rotary": (lambda q, k: K.apply_rotary(q, k, COS, SIN), (Q, KEY)),
     "pair_attention": (lambda q, k, b: K.pair_attention(q, k, k.exp(), b), (EDGES, NODES, PAIR_BIAS)),
     "cross_entropy": (lambda x: K.cross_entropy(x, LABELS, -100, 0.1, 1e-2), (X,)),
@@ -86,25 +85,10 @@ class SplitCrossEntropy(torch.autograd.Function):
         return K.cross_entropy_backward(x, row_max, sums[0], LABELS, 0, grad, 0.0, 0.0, 15, 15, True)
 
 
-class InPlaceRotary(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        q, k = q.clone(), k.clone()
-        K.apply_rotary_(q, k, COS, SIN)
-        return q, k
-
-    @staticmethod
-    def backward(ctx: Any, dq: Tensor, dk: Tensor) -> Any:
-        dq, dk = dq.clone(), dk.clone()
-        K.apply_rotary_(dq, dk, COS, SIN, inverse=True)
-        return dq, dk
-
-
 PIECES: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
     "rms_norm pieces": (lambda x, w: SplitRMSNorm.apply(x, w), (X, W)),
     "layer_norm pieces": (lambda x, w, b: SplitLayerNorm.apply(x, w, b), (X, W, B)),
     "cross_entropy pieces": (lambda x: SplitCrossEntropy.apply(x * 1), (X,)),
-    "apply_rotary_": (lambda q, k: InPlaceRotary.apply(q, k), (Q, KEY)),
 }
 
 

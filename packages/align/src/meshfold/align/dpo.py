@@ -8,17 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshfold.align.engines import Model, trained_engine
 from meshfold.align.log_probs import TokenValues
 from meshfold.align.means import mean_of_sequences, mean_of_tokens
 from meshfold.align.objective import Objective, Terms
 from meshfold.align.preference import DPO_LOSSES, dpo_losses, kto_baseline, kto_losses, odds_ratio_losses, simpo_losses
 from meshfold.align.records import Completion, Preference
-from meshfold.align.reference import FrozenCopy, Model, copied, make_reference, refuse_dropout, start_from
+from meshfold.align.reference import copied, make_reference
 from meshfold.align.residency import Phases, WorkSize
 from meshfold.align.rows import CHOSEN, REJECTED, completion_rows, longest_of, pair_rows, shuffled
 from meshfold.align.run import in_micro_steps
 from meshfold.align.sharing import SharedPrompts
-from meshfold.engine import Engine
 from meshfold.mesh import SpecError, did_you_mean
 from meshfold.mesh.model_io import IGNORE_INDEX
 
@@ -101,19 +101,20 @@ class DPO:
             settings=given,
             micro_steps=micro_steps,
         )
-        engine = Engine(
-            model, self.phases.spec("policy"), loss_fn=self.objective, gradient_accumulation=micro_steps, **given
+        engine = trained_engine(
+            self.objective,
+            model,
+            self.phases.spec("policy"),
+            micro_steps=micro_steps,
+            start=start,
+            dropout=False,
+            **given,
         )
-        refuse_dropout(engine)
-        start_from(engine, start)
-        self.objective.attach(engine)
         self.engines = dict(policy=engine)
         self.shared_prompt = SharedPrompts(shared_prompt, engine, "pair", longest=longest_of(pairs, length))
-        scored = {name: given[name] for name in ("kernels", "seed", "precision", "device", "rules") if name in given}
         theirs = self.phases.spec("reference") if kind == "copy" else spec
-        self.reference = make_reference(kind, self.objective, engine, frozen, theirs, start=start, **scored)
-        frozen_engines = dict(reference=self.reference.engine) if isinstance(self.reference, FrozenCopy) else {}
-        self.phases.take(policy=engine, **frozen_engines)
+        self.reference = make_reference(kind, self.objective, engine, frozen, theirs, start=start, settings=given)
+        self.phases.take(policy=engine, **(self.reference.engines if self.reference else {}))
 
     def step(self, number: int) -> dict[str, float]:
         """Make a step; ``number`` counts from 0 and decides which pairs it is of. All ranks must call."""
@@ -225,13 +226,11 @@ class KTO:
         self.objective = Objective(self._terms, fields=("good", "reference", "baseline"))
         given = {"kernels": dict(loss=True), "seed": seed, **settings}
         frozen, spec = copied(model), parallel or {}
-        engine = Engine(model, spec, loss_fn=self.objective, gradient_accumulation=micro_steps, **given)
-        refuse_dropout(engine)
-        start_from(engine, start)
-        self.objective.attach(engine)
+        engine = trained_engine(
+            self.objective, model, spec, micro_steps=micro_steps, start=start, dropout=False, **given
+        )
         self.engines = dict(policy=engine)
-        scored = {name: given[name] for name in ("kernels", "seed", "precision", "device", "rules") if name in given}
-        found = make_reference(reference, self.objective, engine, frozen, spec, start=start, **scored)
+        found = make_reference(reference, self.objective, engine, frozen, spec, start=start, settings=given)
         if found is None:
             raise SpecError("reference=None: KTO needs one, 'copy' or 'adapter'")
         self.reference = found

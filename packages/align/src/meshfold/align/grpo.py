@@ -8,11 +8,13 @@ global.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
 
+from meshfold.align.engines import Model, trained_engine
 from meshfold.align.log_probs import TokenValues
 from meshfold.align.means import (
     Mean,
@@ -26,10 +28,10 @@ from meshfold.align.means import (
 from meshfold.align.objective import Objective, Terms
 from meshfold.align.policy import clipped_policy_losses, kl_penalties
 from meshfold.align.records import Completion, Prompt, TextTokenizer
-from meshfold.align.reference import FrozenCopy, Model, copied, make_reference, refuse_dropout, start_from
+from meshfold.align.reference import copied, make_reference
 from meshfold.align.residency import Phases, WorkSize
 from meshfold.align.rewards import Rewards
-from meshfold.align.rollout import Correction, EngineRollouts, Rollout
+from meshfold.align.rollout import Correction, EngineRollouts, Rollout, sampling_until
 from meshfold.align.rows import completion_rows, group_rows, model_inputs, shuffled
 from meshfold.align.run import in_micro_steps
 from meshfold.align.sharing import SharedPrompts, unfolded
@@ -141,14 +143,13 @@ class GRPO:
         kl_penalties(one, one, kl)  # type: ignore[arg-type]
         group_advantages(one[0], one[0].long(), 1, scale=self._scale)
         self._prompts, self._micro_steps, self._seed = prompts, micro_steps, seed
-        given_sampling = Sampling() if sampling is None else sampling
-        stops = tuple({*given_sampling.stop_tokens, tokenizer.end})
-        self._sampling = Sampling(**{**vars(given_sampling), "stop_tokens": stops})
+        self._sampling = sampling_until(tokenizer.end, sampling)
+        temperature = self._sampling.temperature or 1.0
         self.rewards = Rewards(rewards, tokenizer, reward_weights)
         self.objective = Objective(
             self._terms,
             fields=("advantage", "old", "reference", "weights", "places"),
-            temperature=given_sampling.temperature or 1.0,
+            temperature=temperature,
         )
         given = {"kernels": dict(loss=True), "seed": seed, **settings}
         frozen, spec = copied(model), parallel or {}
@@ -169,12 +170,15 @@ class GRPO:
             micro_steps=micro_steps,
             made=self.rewards.engines,
         )
-        engine = Engine(
-            model, self.phases.spec("policy"), loss_fn=self.objective, gradient_accumulation=micro_steps, **given
+        engine = trained_engine(
+            self.objective,
+            model,
+            self.phases.spec("policy"),
+            micro_steps=micro_steps,
+            start=start,
+            dropout=False,
+            **given,
         )
-        refuse_dropout(engine)
-        start_from(engine, start)
-        self.objective.attach(engine)
         self.engines = dict(policy=engine)
         self.rollout = rollout(engine)
         longest = max((len(prompt.ids) for prompt in prompts), default=0) + self._sampling.max_new_tokens
@@ -183,7 +187,6 @@ class GRPO:
             self.shared_prompt.refuse("updates divide a group's completions among optimizer steps")
         elif micro_steps > batch_size:
             self.shared_prompt.refuse(f"micro_steps={micro_steps} divide {batch_size} groups")
-        scored = {name: given[name] for name in ("kernels", "seed", "precision", "device", "rules") if name in given}
         self.reference = make_reference(
             reference if beta else None,
             self.objective,
@@ -191,18 +194,17 @@ class GRPO:
             frozen,
             self.phases.spec("reference") if copies else spec,
             start=start,
-            temperature=given_sampling.temperature or 1.0,
-            **scored,
+            temperature=temperature,
+            settings=given,
         )
-        frozen_engines = dict(reference=self.reference.engine) if isinstance(self.reference, FrozenCopy) else {}
-        self.phases.take(policy=engine, **frozen_engines)
+        self.phases.take(policy=engine, **(self.reference.engines if self.reference else {}))
         # Then the policy that sampled is the one that is trained, every ratio is 1, and no scoring comes before the step.
         self._on_policy = updates == 1 and self.rollout.exact
 
     def step(self, number: int) -> dict[str, float]:
         """Sample, score and train; ``number`` counts from 0 and decides prompts and samples. All ranks must call."""
         chosen = [self._prompts[each] for each in shuffled(len(self._prompts), number, self._batch, self._seed)]
-        sampling = Sampling(**{**vars(self._sampling), "seed": key_of(f"step/{self._seed}/{number}")})
+        sampling = replace(self._sampling, seed=key_of(f"step/{self._seed}/{number}"))
         self.phases.enter("rollout")
         found = self.rollout.generate([prompt.ids for prompt in chosen], self._group, sampling)
         behind = self._correction.staleness(found, self.engines["policy"])

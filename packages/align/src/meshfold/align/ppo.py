@@ -7,22 +7,24 @@ train policy and critic on parts of them for some epochs.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from meshfold.align.engines import Model, trained_engine
 from meshfold.align.grpo import at_labels, taken, whole_completions
 from meshfold.align.log_probs import TokenValues
 from meshfold.align.means import mean_of_tokens, whiten
 from meshfold.align.objective import Objective, Terms
 from meshfold.align.policy import clipped_policy_losses, clipped_value_losses, gae, kl_penalties, rewards_of_tokens
 from meshfold.align.records import Prompt, TextTokenizer
-from meshfold.align.reference import FrozenCopy, Model, copied, make_reference, refuse_dropout, start_from
+from meshfold.align.reference import copied, make_reference
 from meshfold.align.residency import Phases, WorkSize
 from meshfold.align.rewards import Rewards
-from meshfold.align.rollout import Correction, EngineRollouts, Rollout
+from meshfold.align.rollout import Correction, EngineRollouts, Rollout, sampling_until
 from meshfold.align.rows import completion_rows, model_inputs, shuffled
 from meshfold.align.run import in_micro_steps
 from meshfold.engine import Engine
@@ -111,11 +113,9 @@ class PPO:
         kl_penalties(one, one, kl)  # type: ignore[arg-type]
         self._prompts, self._batch, self._epochs, self._updates = prompts, batch_size, epochs, updates
         self._micro_steps, self._seed = micro_steps, seed
-        given_sampling = Sampling() if sampling is None else sampling
-        stops = tuple({*given_sampling.stop_tokens, tokenizer.end})
-        self._sampling = Sampling(**{**vars(given_sampling), "stop_tokens": stops})
+        self._sampling = sampling_until(tokenizer.end, sampling)
         self.rewards = Rewards(rewards, tokenizer, reward_weights)
-        temperature = given_sampling.temperature or 1.0
+        temperature = self._sampling.temperature or 1.0
         self.objective = Objective(self._policy_terms, fields=("old", "advantages", "weights"), temperature=temperature)
         self.values = Objective(self._value_terms, fields=("old_values", "returns"), reads="scores")
         given = {"kernels": dict(loss=True), "seed": seed, **settings}
@@ -137,23 +137,23 @@ class PPO:
             micro_steps=micro_steps,
             made=self.rewards.engines,
         )
-        policy = Engine(
-            model, self.phases.spec("policy"), loss_fn=self.objective, gradient_accumulation=micro_steps, **given
+        policy = trained_engine(
+            self.objective,
+            model,
+            self.phases.spec("policy"),
+            micro_steps=micro_steps,
+            start=start,
+            dropout=False,
+            **given,
         )
-        refuse_dropout(policy)
-        start_from(policy, start)
-        self.objective.attach(policy)
         of_critic = {name: value for name, value in given.items() if name != "kernels"}
         if critic_optimizer is not None:
             of_critic["optimizer"] = critic_optimizer
-        judge = Engine(
-            critic, self.phases.spec("critic"), loss_fn=self.values, gradient_accumulation=micro_steps, **of_critic
+        judge = trained_engine(
+            self.values, critic, self.phases.spec("critic"), micro_steps=micro_steps, start=critic_start, **of_critic
         )
-        start_from(judge, critic_start)
-        self.values.attach(judge)
         self.engines = dict(policy=policy, critic=judge)
         self.rollout = rollout(policy)
-        scored = {name: given[name] for name in ("kernels", "seed", "precision", "device", "rules") if name in given}
         found = make_reference(
             reference,
             self.objective,
@@ -162,19 +162,17 @@ class PPO:
             self.phases.spec("reference") if copies else spec,
             start=start,
             temperature=temperature,
-            **scored,
+            settings=given,
         )
         if found is None:
             raise SpecError("reference=None: PPO holds the policy to one, 'copy' or 'adapter'")
         self.reference = found
-        self.phases.take(
-            policy=policy, critic=judge, **({"reference": found.engine} if isinstance(found, FrozenCopy) else {})
-        )
+        self.phases.take(policy=policy, critic=judge, **found.engines)
 
     def step(self, number: int) -> dict[str, float]:
         """Sample, score and train; ``number`` counts from 0 and decides prompts and samples. All ranks must call."""
         chosen = [self._prompts[each] for each in shuffled(len(self._prompts), number, self._batch, self._seed)]
-        sampling = Sampling(**{**vars(self._sampling), "seed": key_of(f"step/{self._seed}/{number}")})
+        sampling = replace(self._sampling, seed=key_of(f"step/{self._seed}/{number}"))
         self.phases.enter("rollout")
         found = self.rollout.generate([prompt.ids for prompt in chosen], 1, sampling)
         behind = self._correction.staleness(found, self.engines["policy"])

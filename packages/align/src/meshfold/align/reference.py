@@ -7,23 +7,31 @@ adapters switched off. The latter takes no memory.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol
 
 from torch import nn
 
+from meshfold.align.engines import Model, start_from
 from meshfold.align.log_probs import TokenValues
 from meshfold.align.objective import GlobalBatch, Objective, Terms
 from meshfold.align.rows import model_inputs
 from meshfold.engine import Engine
 from meshfold.mesh import SpecError
 
-Model = nn.Module | Callable[[], nn.Module]
+_SCORING = ("kernels", "seed", "precision", "device", "rules")
+"""Settings of a policy's engine that its copy has too."""
 
 
 class Reference(Protocol):
-    """Protocol of a frozen policy."""
+    """Protocol of a frozen policy.
+
+    Attributes:
+        engines: its own, by name.
+    """
+
+    engines: dict[str, Engine]
 
     def score(self, batch: GlobalBatch) -> TokenValues:
         """Return its log-probabilities of a global batch, ``b s``, the same on every rank; all ranks must call."""
@@ -51,6 +59,7 @@ class FrozenCopy:
         """
         self.objective = Objective(_no_terms, temperature=temperature)
         self.engine = Engine(model, parallel, loss_fn=self.objective, **settings)
+        self.engines = dict(reference=self.engine)
         start_from(self.engine, start)
         for parameter in self.engine.model.parameters():
             parameter.requires_grad_(False)
@@ -78,6 +87,7 @@ class AdapterReference:
             SpecError: if the model has no adapters.
         """
         self._objective, self._model = objective, engine.model
+        self.engines: dict[str, Engine] = {}
         if not list(_adapters(self._model)):
             raise SpecError(
                 "reference='adapter' for a model without adapters: give pretrained(folder, adapter=LoraConfig(...)), or "
@@ -94,7 +104,15 @@ class AdapterReference:
 
 
 def make_reference(
-    kind: str | None, objective: Objective, engine: Engine, model: Model, parallel: Any, **settings: Any
+    kind: str | None,
+    objective: Objective,
+    engine: Engine,
+    model: Model,
+    parallel: Any,
+    *,
+    start: str | None,
+    temperature: float = 1.0,
+    settings: Mapping[str, Any],
 ) -> Reference | None:
     """Return the reference that a trainer asked for.
 
@@ -103,7 +121,9 @@ def make_reference(
         objective, engine: the policy's.
         model: a copy is made of it; see :func:`copied`.
         parallel: the spec of the copy.
-        settings: of :class:`FrozenCopy`.
+        start: a checkpoint whose weights the copy gets; None: those of ``model``.
+        temperature: divides the copy's logits.
+        settings: of the policy's engine; a copy has those that change its log-probabilities.
 
     Raises:
         SpecError: for another kind.
@@ -111,7 +131,8 @@ def make_reference(
     if kind is None:
         return None
     if kind == "copy":
-        return FrozenCopy(model, parallel, **settings)
+        scoring = {name: settings[name] for name in _SCORING if name in settings}
+        return FrozenCopy(model, parallel, start=start, temperature=temperature, **scoring)
     if kind == "adapter":
         return AdapterReference(objective, engine)
     raise SpecError(f"reference={kind!r}: use 'copy', 'adapter', or None")
@@ -120,27 +141,6 @@ def make_reference(
 def copied(model: Model) -> Model:
     """Return a copy of a model, before an engine takes it over; a function that builds one builds another."""
     return copy.deepcopy(model) if isinstance(model, nn.Module) else model
-
-
-def start_from(engine: Engine, start: str | None) -> None:
-    """Load the weights of a checkpoint, such as one from an earlier stage; None: leave them."""
-    if start is not None:
-        engine.load(start, weights_only=True)
-
-
-def refuse_dropout(engine: Engine) -> None:
-    """Refuse a model with dropout: each call would return the log-probabilities of a different policy.
-
-    Raises:
-        SpecError: if a layer drops anything.
-    """
-    for name, module in engine.model.named_modules():
-        p = getattr(module, "p", 0.0)
-        if "Dropout" in type(module).__name__ and isinstance(p, float) and p > 0:
-            raise SpecError(
-                f"{name} drops {p:g} of its input, so two calls of the policy disagree: build the model with dropout 0, as in "
-                "LlamaConfig(dropout=0.0) or pretrained(folder, attention_dropout=0.0)"
-            )
 
 
 def _adapters(model: nn.Module) -> Iterator[nn.Module]:

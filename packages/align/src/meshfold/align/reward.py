@@ -8,16 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from meshfold.align.engines import Model, trained_engine
 from meshfold.align.log_probs import TokenValues
 from meshfold.align.means import mean_of_sequences
 from meshfold.align.objective import Objective, Terms
 from meshfold.align.preference import reward_losses
 from meshfold.align.records import Completion, Preference
-from meshfold.align.reference import Model, start_from
 from meshfold.align.rows import CHOSEN, REJECTED, completion_rows, longest_of, pair_rows, shuffled
 from meshfold.align.run import in_micro_steps
 from meshfold.align.sharing import SharedPrompts
-from meshfold.engine import Engine
 from meshfold.mesh import SpecError
 from meshfold.mesh.model_io import IGNORE_INDEX
 
@@ -84,11 +83,9 @@ class RewardModel:
         self._pairs, self._batch, self._length, self._centering = pairs, batch_size, length, centering
         self._micro_steps, self._seed = micro_steps, seed
         self.objective = Objective(self._terms, fields=("branch", "margin"), reads="scores")
-        engine = Engine(
-            model, parallel or {}, loss_fn=self.objective, gradient_accumulation=micro_steps, seed=seed, **settings
+        engine = trained_engine(
+            self.objective, model, parallel or {}, micro_steps=micro_steps, start=start, seed=seed, **settings
         )
-        start_from(engine, start)
-        self.objective.attach(engine)
         self.engines = dict(policy=engine)
         self.shared_prompt = SharedPrompts(shared_prompt, engine, "pair", longest=longest_of(pairs, length))
 

@@ -39,6 +39,12 @@ class Rollout(Protocol):
         """Return ``n`` completions of each prompt, one prompt behind the other; all ranks call with the same, and get the same."""
 
 
+def sampling_until(end: int, sampling: Sampling | None) -> Sampling:
+    """Return settings of sampling (None: the default ones) under which the token ``end`` ends a completion too."""
+    given = Sampling() if sampling is None else sampling
+    return replace(given, stop_tokens=tuple({*given.stop_tokens, end}))
+
+
 class Correction:
     """Weights of samples that another generator drew, perhaps with older weights."""
 

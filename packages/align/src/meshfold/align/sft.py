@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from meshfold.align.engines import Model, trained_engine
 from meshfold.align.log_probs import TokenValues
 from meshfold.align.means import mean_of_tokens
 from meshfold.align.objective import Objective, Terms
 from meshfold.align.records import Completion
-from meshfold.align.reference import Model, start_from
 from meshfold.align.rows import pack, shuffled
 from meshfold.align.run import in_micro_steps
-from meshfold.engine import Engine
 from meshfold.mesh.model_io import IGNORE_INDEX
 
 
@@ -58,16 +57,8 @@ class SFT:
         self._completions, self._batch, self._length = completions, batch_size, length
         self._micro_steps, self._seed = micro_steps, seed
         self.objective = Objective(_terms)
-        engine = Engine(
-            model,
-            parallel or {},
-            loss_fn=self.objective,
-            gradient_accumulation=micro_steps,
-            seed=seed,
-            **{"kernels": dict(loss=True), **settings},
-        )
-        start_from(engine, start)
-        self.objective.attach(engine)
+        given = {"kernels": dict(loss=True), "seed": seed, **settings}
+        engine = trained_engine(self.objective, model, parallel or {}, micro_steps=micro_steps, start=start, **given)
         self.engines = dict(policy=engine)
 
     def step(self, number: int) -> dict[str, float]:

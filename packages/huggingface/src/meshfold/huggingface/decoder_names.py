@@ -260,69 +260,16 @@ def theirs_of(config: DecoderConfig) -> dict[str, Any]:
     Raises:
         CheckpointError: if transformers' model would compute something else.
     """
-    common: dict[str, Any] = {"vocab_size": config.vocab_size, "tie_word_embeddings": config.tie}
     if isinstance(config, GPTConfig):
-        if config.window is not None:
-            raise CheckpointError(
-                f"GPT-2 of transformers has no sliding window, and this model has window={config.window}"
-            )
-        if config.n_kv_heads != config.heads or config.heads * config.d != config.hidden:
-            raise CheckpointError(
-                f"GPT-2 of transformers has as many key/value heads as heads, which together have the hidden size; this model has "
-                f"heads={config.heads}, kv_heads={config.n_kv_heads}, head_dim={config.d}, hidden={config.hidden}"
-            )
-        return {
-            "architectures": ["GPT2LMHeadModel"],
-            "model_type": "gpt2",
-            **common,
-            "n_embd": config.hidden,
-            "n_layer": config.layers,
-            "n_head": config.heads,
-            "n_inner": config.inner,
-            "n_positions": config.max_positions,
-            "activation_function": "gelu_new",
-            "layer_norm_epsilon": 1e-5,
-            "embd_pdrop": config.dropout,
-            "resid_pdrop": config.dropout,
-            "attn_pdrop": 0.0,
-            "bos_token_id": None,
-            "eos_token_id": None,
-        }
+        return _gpt2_of(config)
     if not isinstance(config, LlamaConfig):
         raise CheckpointError(
             f"a {type(config).__name__} has no config.json of transformers: only {GPTConfig.__name__} and {LlamaConfig.__name__} do"
         )
-    # Mistral is exactly Llama with a window and no biases. Mixtral is Mistral with experts.
-    if isinstance(config, MoELlamaConfig):
-        if config.router != "softmax" or config.shared is not None:
-            raise CheckpointError(
-                f"Mixtral of transformers has a softmax router and no shared expert, and this model has router={config.router!r}, "
-                f"shared={config.shared}: it has no config.json of transformers"
-            )
-        common |= {
-            "architectures": ["MixtralForCausalLM"],
-            "model_type": "mixtral",
-            "sliding_window": config.window,
-            "num_local_experts": config.experts,
-            "num_experts_per_tok": config.top_k,
-            "router_aux_loss_coef": config.balance,
-            "router_jitter_noise": 0.0,
-        }
-    elif config.window is None:
-        common |= {
-            "architectures": ["LlamaForCausalLM"],
-            "model_type": "llama",
-            "attention_bias": False,
-            "mlp_bias": False,
-        }
-    else:
-        common |= {
-            "architectures": ["MistralForCausalLM"],
-            "model_type": "mistral",
-            "sliding_window": config.window,
-        }
     return {
-        **common,
+        "vocab_size": config.vocab_size,
+        "tie_word_embeddings": config.tie,
+        **_llama_class_of(config),
         "hidden_size": config.hidden,
         "num_hidden_layers": config.layers,
         "num_attention_heads": config.heads,
@@ -338,6 +285,65 @@ def theirs_of(config: DecoderConfig) -> dict[str, Any]:
         "bos_token_id": None,
         "eos_token_id": None,
     }
+
+
+def _gpt2_of(config: GPTConfig) -> dict[str, Any]:
+    """Return the ``config.json`` of a GPT of ours, which is GPT-2."""
+    if config.window is not None:
+        raise CheckpointError(f"GPT-2 of transformers has no sliding window, and this model has window={config.window}")
+    if config.n_kv_heads != config.heads or config.heads * config.d != config.hidden:
+        raise CheckpointError(
+            f"GPT-2 of transformers has as many key/value heads as heads, which together have the hidden size; this model has "
+            f"heads={config.heads}, kv_heads={config.n_kv_heads}, head_dim={config.d}, hidden={config.hidden}"
+        )
+    return {
+        "architectures": ["GPT2LMHeadModel"],
+        "model_type": "gpt2",
+        "vocab_size": config.vocab_size,
+        "tie_word_embeddings": config.tie,
+        "n_embd": config.hidden,
+        "n_layer": config.layers,
+        "n_head": config.heads,
+        "n_inner": config.inner,
+        "n_positions": config.max_positions,
+        "activation_function": "gelu_new",
+        "layer_norm_epsilon": 1e-5,
+        "embd_pdrop": config.dropout,
+        "resid_pdrop": config.dropout,
+        "attn_pdrop": 0.0,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+
+
+def _llama_class_of(config: LlamaConfig) -> dict[str, Any]:
+    """Return the entries that name transformers' class for a Llama of ours, and those that only this class has.
+
+    Mistral is exactly Llama with a window and no biases. Mixtral is Mistral with experts.
+    """
+    if isinstance(config, MoELlamaConfig):
+        if config.router != "softmax" or config.shared is not None:
+            raise CheckpointError(
+                f"Mixtral of transformers has a softmax router and no shared expert, and this model has router={config.router!r}, "
+                f"shared={config.shared}: it has no config.json of transformers"
+            )
+        return {
+            "architectures": ["MixtralForCausalLM"],
+            "model_type": "mixtral",
+            "sliding_window": config.window,
+            "num_local_experts": config.experts,
+            "num_experts_per_tok": config.top_k,
+            "router_aux_loss_coef": config.balance,
+            "router_jitter_noise": 0.0,
+        }
+    if config.window is None:
+        return {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "attention_bias": False,
+            "mlp_bias": False,
+        }
+    return {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": config.window}
 
 
 def ours_of(theirs: Mapping[str, Any]) -> DecoderConfig:

@@ -11,7 +11,6 @@ or numba imports it.
 from __future__ import annotations
 
 from meshfold.kernels.activations import (
-    bias_gelu,
     geglu2,
     swiglu,
     swiglu2,
@@ -63,7 +62,7 @@ from meshfold.kernels.fp8 import (
 )
 from meshfold.kernels.fp8_inputs import FP8_SOURCE, Fp8Source, casts_apart, shared_columns
 from meshfold.kernels.fp8_products import bind_fp8_matmul, fp8_backward, fp8_forward
-from meshfold.kernels.fp8_roofline import Fp8Speeds, fp8_gain
+from meshfold.kernels.fp8_roofline import fp8_gain
 from meshfold.kernels.fp8_shard import Fp8Shard, weight_scales
 from meshfold.kernels.fp8_weight import Fp8Operands, Fp8Weight, Fp8WeightError, fp8_operand
 from meshfold.kernels.functions import applied
@@ -120,7 +119,7 @@ from meshfold.kernels.pair_attention import (
 )
 from meshfold.kernels.random_bits import random_bits
 from meshfold.kernels.random_bits import stream as random_stream
-from meshfold.kernels.rotary import apply_rotary, apply_rotary_
+from meshfold.kernels.rotary import apply_rotary
 from meshfold.kernels.row_product import RowWeight, row_product
 from meshfold.kernels.row_tiles import RowCall, measured_row_tiles, take_row_tiles
 from meshfold.kernels.segment_attention import Segment, Segments, segment_attention
@@ -167,7 +166,6 @@ __all__ = [
     "Fp8Recipe",
     "Fp8Shard",
     "Fp8Source",
-    "Fp8Speeds",
     "Fp8Tensor",
     "Fp8Weight",
     "Fp8WeightError",
@@ -194,13 +192,11 @@ __all__ = [
     "applied",
     "apply_lists",
     "apply_rotary",
-    "apply_rotary_",
     "attend_and_keep",
     "attend_pages",
     "attend_singles",
     "available",
     "average_lists",
-    "bias_gelu",
     "bind_fp8_matmul",
     "came_distance_lists",
     "casts_apart",

@@ -1,9 +1,8 @@
-"""Activations fused with their neighbours: SwiGLU, GEGLU and bias + GELU.
+"""Gated activations fused with their products: SwiGLU and GEGLU.
 
     swiglu      y = silu(gate) * up,  silu(v) = v * sigmoid(v)
     weighted    y = silu(gate) * up * weight of the row
     geglu       y = gelu(gate) * up,  exact (erf) or the tanh approximation
-    bias_gelu   y = gelu(x + bias),   exact (erf) or the tanh approximation
 
 Computed in float32 (float64 for float64), rounded once at the output. The backward recomputes from the inputs and
 keeps nothing else. Sources: Shazeer, "GLU Variants Improve Transformer", 2020; Hendrycks and Gimpel, "Gaussian
@@ -24,7 +23,7 @@ from meshfold.kernels.fp8 import Fp8Tensor
 from meshfold.kernels.fp8_casts import cast_rows
 from meshfold.kernels.fp8_inputs import Fp8Source, offer_input
 from meshfold.kernels.functions import applied, once_differentiable
-from meshfold.kernels.inputs import as_rows, check_alike, check_vector, compute_dtype, contiguous_like, result_of_shape
+from meshfold.kernels.inputs import as_rows, check_alike, compute_dtype, contiguous_like, result_of_shape
 
 Activation = Literal["silu", "gelu", "gelu tanh"]
 
@@ -183,48 +182,13 @@ def _forward(gate: Tensor, up: Tensor, kind: Activation, source: Fp8Source | Non
     return y
 
 
-def bias_gelu(x: Tensor, bias: Tensor | None = None, approximate: str = "none") -> Tensor:
-    """gelu(x + bias): ``... n, n -> ... n``, in the dtype of ``x``.
-
-    Args:
-        x: rows of n elements.
-        bias: [n], or None for a plain GELU.
-        approximate: ``"none"`` for the exact GELU (erf), ``"tanh"`` for its approximation; torch's names.
-
-    Raises:
-        ValueError: for another word, or if ``bias`` is not [n].
-    """
-    tanh = _is_tanh(approximate)
-    check_vector("bias", bias, x.shape[-1])
-    if torch.compiler.is_compiling():
-        return gelu(x, bias, tanh)
-    y: Tensor = _bias_gelu(x, bias, tanh)
-    return y
-
-
 def _is_tanh(approximate: str) -> bool:
     if approximate not in ("none", "tanh"):
         raise ValueError(f"approximate is {approximate!r}; it must be 'none' (exact) or 'tanh'")
     return approximate == "tanh"
 
 
-class _BiasGelu(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, bias: Tensor | None, tanh: bool) -> Tensor:
-        ctx.gradients = dispatch.twin(gelu_gradients, x)
-        ctx.tanh = tanh
-        ctx.save_for_backward(x, bias)
-        return result_of_shape(dispatch.twin(gelu, x)(as_rows(x), bias, tanh), x.shape)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> Any:
-        x, bias = ctx.saved_tensors
-        dx, dbias = ctx.gradients(as_rows(dy), as_rows(x), bias, ctx.tanh)
-        return dx.reshape_as(x), None if bias is None else dbias.to(bias.dtype), None
-
-
-_fused, _weighted, _separate, _bias_gelu = map(applied, (_Fused, _Weighted, _Separate, _BiasGelu))
+_fused, _weighted, _separate = map(applied, (_Fused, _Weighted, _Separate))
 
 
 # The reference in plain torch: it defines every result and the signatures of the Triton and numba versions.
@@ -278,23 +242,6 @@ def weighted_gradients(
 
 def _activated(gate: Tensor, kind: Activation) -> Tensor:
     return F.silu(gate) if kind == "silu" else F.gelu(gate, approximate=_mode(kind == "gelu tanh"))
-
-
-def gelu(x: Tensor, bias: Tensor | None, tanh: bool) -> Tensor:
-    """``m n, n -> m n``: gelu(x + bias) in the dtype of x; differentiable."""
-    return F.gelu(_biased(x, bias), approximate=_mode(tanh)).to(x.dtype)
-
-
-def gelu_gradients(dy: Tensor, x: Tensor, bias: Tensor | None, tanh: bool) -> tuple[Tensor, Tensor | None]:
-    """Return dx in the dtype of x and dbias ``n`` in float32 (float64); None without a bias."""
-    biased = _biased(x, bias)
-    dx = torch.ops.aten.gelu_backward(dy.to(biased.dtype), biased, approximate=_mode(tanh))
-    return dx.to(x.dtype), None if bias is None else dx.sum(0)
-
-
-def _biased(x: Tensor, bias: Tensor | None) -> Tensor:
-    wide = x.to(compute_dtype(x))
-    return wide if bias is None else wide + bias.to(wide.dtype)
 
 
 def _mode(tanh: bool) -> str:

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from meshfold.kernels import activations as plain
-from meshfold.kernels._triton import Prepared, cdiv, launch, programs, remember, tile
+from meshfold.kernels._triton import Prepared, cdiv, launch, remember, tile
 from meshfold.kernels.activations import Activation
 from meshfold.kernels.fp8_casts_triton import cast_rows, converts, magnitude, rounded, row_scale, scale_inverse
 from meshfold.kernels.inputs import contiguous_like
@@ -202,63 +202,6 @@ def _slope(v, KIND: tl.constexpr):
     return _gelu_slope(v, KIND == 2)
 
 
-@triton.jit(do_not_specialize=["rows"])
-def _gelu(
-    x,
-    bias,
-    y,
-    rows,
-    columns,
-    x_stride,
-    TANH: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    row, column, mask = _block(rows, columns, ROWS, COLUMNS)
-    v = tl.load(x + row * x_stride + column, mask=mask, other=0.0).to(tl.float32)
-    if HAS_BIAS:
-        v += tl.load(bias + column, mask=column < columns, other=0.0).to(tl.float32)
-    tl.store(y + row * columns + column, _gelu_value(v, TANH).to(y.dtype.element_ty), mask=mask)
-
-
-@triton.jit(do_not_specialize=["rows"])
-def _gelu_gradients(
-    dy,
-    x,
-    bias,
-    dx,
-    dbias,
-    rows,
-    columns,
-    dy_stride,
-    x_stride,
-    TANH: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    """Each program takes one block of columns and strides over blocks of rows, adding up dbias."""
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    in_columns = column < columns
-    total = tl.zeros((COLUMNS,), dtype=tl.float32)
-    if HAS_BIAS:
-        shift = tl.load(bias + column, mask=in_columns, other=0.0).to(tl.float32)[None, :]
-    for block in range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0)):
-        row = (block * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
-        mask = (row < rows) & in_columns[None, :]
-        d = tl.load(dy + row * dy_stride + column[None, :], mask=mask, other=0.0).to(tl.float32)
-        v = tl.load(x + row * x_stride + column[None, :], mask=mask, other=0.0).to(tl.float32)
-        if HAS_BIAS:
-            v += shift
-        value = d * _gelu_slope(v, TANH)
-        if HAS_BIAS:
-            total += tl.sum(value, axis=0)
-        tl.store(dx + row * columns + column[None, :], value.to(dx.dtype.element_ty), mask=mask)
-    if HAS_BIAS:
-        tl.store(dbias + tl.program_id(0).to(tl.int64) * columns + column, total, mask=in_columns)
-
-
 def gated(gate: Tensor, up: Tensor, kind: Activation = "silu") -> Tensor:
     if up.dtype is torch.float64:
         return plain.gated(gate, up, kind)
@@ -364,57 +307,3 @@ def weighted_gradients(
         num_warps=warps,
     )
     return dweights
-
-
-def gelu(x: Tensor, bias: Tensor | None, tanh: bool) -> Tensor:
-    rows, columns = x.shape
-    y = contiguous_like(x)
-    high, wide, warps = tile(columns, widest=_WIDEST_BLOCK)
-    launch(
-        _gelu,
-        (cdiv(rows, high), cdiv(columns, wide)),
-        x,
-        x,
-        x if bias is None else bias,
-        y,
-        rows,
-        columns,
-        x.stride(0),
-        TANH=tanh,
-        HAS_BIAS=bias is not None,
-        ROWS=high,
-        COLUMNS=wide,
-        num_warps=warps,
-    )
-    return y
-
-
-def gelu_gradients(dy: Tensor, x: Tensor, bias: Tensor | None, tanh: bool) -> tuple[Tensor, Tensor | None]:
-    rows, columns = x.shape
-    dx = contiguous_like(x)
-    high, wide, warps = tile(columns, widest=256)
-    across = cdiv(columns, wide)
-    down = cdiv(rows, high)
-    if bias is not None:
-        down = min(down, max(1, programs(down * across, x, 8) // max(across, 1)))
-    dbias = None if bias is None else torch.empty((down, columns), dtype=torch.float32, device=x.device)
-    launch(
-        _gelu_gradients,
-        (down, across),
-        x,
-        dy,
-        x,
-        x if bias is None else bias,
-        dx,
-        x if dbias is None else dbias,
-        rows,
-        columns,
-        dy.stride(0),
-        x.stride(0),
-        TANH=tanh,
-        HAS_BIAS=bias is not None,
-        ROWS=high,
-        COLUMNS=wide,
-        num_warps=warps,
-    )
-    return dx, None if dbias is None else dbias.sum(0)

@@ -32,7 +32,7 @@ CHOICES = ("auto", "reference", "triton", "numba")
 # Each family: its public functions, and its implementations besides the reference.
 FAMILIES: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "norms": ("rms_norm, layer_norm, add_rms_norm, add_layer_norm and their pieces", ("triton",)),
-    "activations": ("swiglu, weighted_swiglu, swiglu2, geglu2, bias_gelu", ("triton",)),
+    "activations": ("swiglu, weighted_swiglu, swiglu2, geglu2", ("triton",)),
     "rotary": ("apply_rotary", ("triton",)),
     "merge_attention": ("merge_attention_", ("triton",)),
     "pair_attention": ("pair_attention, pair_attention_forward, pair_attention_backward", ("triton",)),

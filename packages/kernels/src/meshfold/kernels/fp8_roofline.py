@@ -12,41 +12,25 @@ What this leaves out (launches, tiles that fill no multiprocessor) makes narrow 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from meshfold.kernels.fp8 import Fp8Recipe
 
-
-@dataclass(frozen=True, kw_only=True)
-class Fp8Speeds:
-    """Speeds of a GPU. The defaults were measured on one H200.
-
-    Attributes:
-        bf16: operations a second of a matmul in bf16.
-        fp8: in fp8.
-        bandwidth: bytes a second of a pass over memory.
-    """
-
-    bf16: float = 660e12
-    fp8: float = 1300e12
-    bandwidth: float = 4.1e12
-
-
-H200 = Fp8Speeds()
+_BF16, _FP8 = 660e12, 1300e12
+"""Operations a second of a matmul in bf16 and in fp8, measured on one H200."""
+_BANDWIDTH = 4.1e12
+"""Bytes a second of a pass over memory there."""
 _ONE_PASS, _TWO_PASSES = 3, 5  # bytes per element: read once or twice in bf16, written in fp8
 
 
-def fp8_gain(n: int, k: int, recipe: Fp8Recipe, tokens: int | None = None, *, speeds: Fp8Speeds = H200) -> float:
+def fp8_gain(n: int, k: int, recipe: Fp8Recipe, tokens: int | None = None) -> float:
     """Return the seconds a token that fp8 saves in a layer, forward and backward; negative if it costs time.
 
     Args:
         n, k: outputs and inputs of the layer on a rank.
         recipe: scales and formats.
         tokens: on a rank; None: enough that the casts of weights are negligible.
-        speeds: of the GPU.
     """
-    saved = (6 if recipe.weight_gradient else 4) * n * k * (1 / speeds.bf16 - 1 / speeds.fp8)
+    saved = (6 if recipe.weight_gradient else 4) * n * k * (1 / _BF16 - 1 / _FP8)
     along = _ONE_PASS if recipe.rows else _TWO_PASSES  # of x, w and dy, for y and dx
     cast = along * (n + k) + (_TWO_PASSES * (n + k) if recipe.weight_gradient else 0)
     weights = 0.0 if tokens is None else (along + _TWO_PASSES) * n * k / tokens
-    return saved - (cast + weights) / speeds.bandwidth
+    return saved - (cast + weights) / _BANDWIDTH

@@ -43,20 +43,6 @@ def apply_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor
     return q, k
 
 
-def apply_rotary_(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, inverse: bool = False) -> None:
-    """Rotate q and k in place: a piece for your own torch.autograd.Function, without a backward.
-
-    Arguments as in :func:`apply_rotary`. ``inverse`` turns back: it is the backward, applied to dq and dk.
-
-    Raises:
-        ValueError: if the shapes do not fit.
-    """
-    cos, sin = _tables(q, k, cos, sin)
-    dispatch.piece(rotate, q, k, cos, sin)(q, k, cos, sin, q, k, inverse)
-    if not torch.compiler.is_compiling():
-        torch.autograd.graph.increment_version((q, k))
-
-
 def _tables(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """Return cos and sin as ``b s r``, checked against q and k."""
     if q.ndim != 4 or k.ndim != 4 or q.shape[:2] != k.shape[:2] or q.shape[3] != k.shape[3]:

@@ -47,7 +47,18 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.set_defaults(parse_again=parser.parse_args)
     parser.add_argument("trainer", choices=TRAINERS, metavar="TRAINER", help="the method: " + ", ".join(TRAINERS))
-    data = parser.add_argument_group("data")
+    _add_data(parser.add_argument_group("data"))
+    add_model(parser.add_argument_group("model"))
+    _add_start(parser.add_argument_group("start"))
+    _add_work(parser.add_argument_group("parallel work"))
+    _add_steps(parser.add_argument_group("optimization"))
+    _add_loss(parser.add_argument_group("loss"))
+    _add_samples(parser.add_argument_group("samples (grpo, ppo)"))
+    _add_output(parser.add_argument_group("output"))
+
+
+def _add_data(data: argparse._ArgumentGroup) -> None:
+    """Add the arguments of the data."""
     data.add_argument("--data", metavar="FILE", help="training data, one JSON object per line (see above)")
     data.add_argument(
         "--tokenizer",
@@ -60,8 +71,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="sft: tokens of a packed row (512); others: longest sequence in tokens",
     )
-    add_model(parser.add_argument_group("model"))
-    more = parser.add_argument_group("start")
+
+
+def _add_start(more: argparse._ArgumentGroup) -> None:
+    """Add the arguments of the weights that training starts from."""
     more.add_argument("--start", metavar="DIR", help="load initial weights from this run or checkpoint")
     more.add_argument(
         "--critic-start", metavar="DIR", help="ppo: load the critic's initial weights from this reward run"
@@ -72,7 +85,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="RANK",
         help="train LoRA adapters of this rank on --hf; the base model is the reference",
     )
-    work = parser.add_argument_group("parallel work")
+
+
+def _add_work(work: argparse._ArgumentGroup) -> None:
+    """Add the arguments that say how ranks divide the work, and its memory."""
     add_parallel(work)
     work.add_argument(
         "--ranks", type=positive, metavar="N", help="processes to start (default: as many as the spec needs)"
@@ -95,7 +111,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     work.add_argument(
         "--plan", action="store_true", help="with --gpu-memory: print where each model is in each phase, and exit"
     )
-    steps = parser.add_argument_group("optimization")
+
+
+def _add_steps(steps: argparse._ArgumentGroup) -> None:
+    """Add the arguments of steps, batches and the optimizer."""
     steps.add_argument("--steps", type=positive, default=100, metavar="N", help="training steps (100)")
     steps.add_argument("--batch-size", type=positive, default=8, metavar="N", help="examples or prompts per step (8)")
     steps.add_argument(
@@ -112,7 +131,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--clip", type=rate, default=1.0, metavar="NORM", help="largest gradient norm; 0: no clipping (1.0)"
     )
     steps.add_argument("--seed", type=natural, default=0, help="seed of weights, data order and samples (0)")
-    losses = parser.add_argument_group("loss")
+
+
+def _add_loss(losses: argparse._ArgumentGroup) -> None:
+    """Add the arguments of the loss."""
     losses.add_argument(
         "--loss",
         metavar="NAME",
@@ -135,7 +157,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
         default="auto",
         help="dpo, reward, grpo: compute a prompt once for all its completions (auto: if the model supports it)",
     )
-    samples = parser.add_argument_group("samples (grpo, ppo)")
+
+
+def _add_samples(samples: argparse._ArgumentGroup) -> None:
+    """Add the arguments of rewards and of what samples completions."""
     samples.add_argument(
         "--reward",
         action="append",
@@ -183,7 +208,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="optimizer steps that the server's weights may be behind (0)",
     )
-    out = parser.add_argument_group("output")
+
+
+def _add_output(out: argparse._ArgumentGroup) -> None:
+    """Add the arguments of the folder, checkpoints and what is printed."""
     out.add_argument("--out", required=True, metavar="DIR", help="folder to write to")
     out.add_argument(
         "--resume",

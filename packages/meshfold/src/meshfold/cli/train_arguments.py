@@ -36,7 +36,19 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``meshfold train``."""
     parser.usage = "meshfold train --data PATH --out DIR [options]\n       meshfold train --resume --out DIR [options]"
     parser.epilog = "With --resume, options that are not given are those of the run so far."
-    data = parser.add_argument_group("data")
+    _add_data(parser.add_argument_group("data"))
+    add_model(parser.add_argument_group("model"))
+    _add_work(parser.add_argument_group("parallel work"))
+    _add_steps(parser.add_argument_group("optimization"))
+    _add_output(parser.add_argument_group("output"))
+    # No defaults here: missing arguments come from a resumed run's settings, else from TrainSettings.
+    for action in parser._actions:
+        if action.dest not in _OF_THE_COMMAND:
+            action.default = argparse.SUPPRESS
+
+
+def _add_data(data: argparse._ArgumentGroup) -> None:
+    """Add the arguments of the data: text or token ids."""
     data.add_argument(
         "--data",
         metavar="PATH",
@@ -53,9 +65,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     data.add_argument("--max-bytes", type=positive, metavar="N", help="read at most about N bytes of text")
     data.add_argument("--token-dtype", choices=("uint16", "uint32"), help="of a .bin file (uint16)")
     data.add_argument("--validation", type=rate, metavar="SHARE", help="set aside for validation (0.05)")
-    model = parser.add_argument_group("model")
-    add_model(model)
-    work = parser.add_argument_group("parallel work")
+
+
+def _add_work(work: argparse._ArgumentGroup) -> None:
+    """Add the arguments that say how ranks divide the work and compute it."""
     add_parallel(work)
     work.add_argument(
         "--ranks", type=positive, metavar="N", help="processes to start (default: the product of the spec)"
@@ -95,7 +108,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     work.add_argument(
         "--cuda-graph", action="store_true", help="replay forward and backward as one CUDA graph, for small models"
     )
-    steps = parser.add_argument_group("optimization")
+
+
+def _add_steps(steps: argparse._ArgumentGroup) -> None:
+    """Add the arguments of steps, batches and the optimizer."""
     steps.add_argument("--steps", type=positive, metavar="N", help="optimizer steps in all (100)")
     steps.add_argument(
         "--stop-after", type=positive, metavar="N", help="stop at step N; the schedule is that of --steps"
@@ -113,7 +129,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     steps.add_argument("--clip", type=rate, metavar="NORM", help="largest gradient norm, 0 for none (1.0)")
     steps.add_argument("--seed", type=natural, help="of weights, dropout and the order of data (0)")
-    out = parser.add_argument_group("output")
+
+
+def _add_output(out: argparse._ArgumentGroup) -> None:
+    """Add the arguments of the folder, checkpoints, metrics and what is printed."""
     out.add_argument("--out", required=True, metavar="DIR", help="folder to write to")
     out.add_argument(
         "--resume",
@@ -162,10 +181,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
     out.add_argument("--no-plan", action="store_true", help="do not print the plan first")
     out.add_argument("--report", action="store_true", help="with the plan, what becomes of each submodule")
     out.add_argument("--json", action="store_true", help="print a line of JSON a step, all else on standard error")
-    # No defaults here: missing arguments come from a resumed run's settings, else from TrainSettings.
-    for action in parser._actions:
-        if action.dest not in _OF_THE_COMMAND:
-            action.default = argparse.SUPPRESS
 
 
 def settings_of(arguments: argparse.Namespace) -> TrainSettings:

@@ -104,14 +104,6 @@ class ViTConfig:
             block, last = 3 * h + h + self.inner + h + 4 * h, 2 * h
         return self.matmul_parameters() + self.layers * block + patches + table + last + head
 
-    def flops_per_image(self) -> int:
-        """Floating point operations of forward and backward for an image: 6 for each parameter of a matmul and its token, 12 for
-        each pair of tokens and element of the stream, a layer."""
-        s = self.tokens
-        patches = (s - (self.pool == "class")) * self.channels * self.patch_size**2 * self.hidden
-        blocks = s * self.matmul_parameters() + 2 * self.layers * s * s * self.hidden
-        return 6 * (patches + blocks + self.hidden * self.classes)
-
 
 _22B: dict[str, Any] = dict(patch_size=14, pool="mean", parallel=True)
 VITS: Mapping[str, ViTConfig] = {

@@ -20,6 +20,7 @@ from meshfold.engine.batches import Shares, prepare_batch, shard_batch
 from meshfold.engine.model import (
     PipelinedModel,
     PipelineSettings,
+    RecomputedBlocks,
     check_kernels,
     fp8_cast_bytes,
     fp8_gathered,
@@ -36,6 +37,7 @@ from meshfold.mesh import Entry, Mesh, ParallelSpec, SpecError, all_reduce, drop
 from meshfold.mesh.collectives.push import channel_bytes
 from meshfold.mesh.model_io import DryRun, loss_mean
 from meshfold.mesh.processes import start_fake
+from meshfold.mesh.spec import ZeroSpec
 from meshfold.pipeline import Costs, Simulation, simulate_costs
 from meshfold.pipeline.runtime import Microbatch
 from meshfold.planner.clock import Work
@@ -79,6 +81,10 @@ class PipelineEstimate:
     def fullest(self) -> int:
         """The coordinate of the rank that holds most."""
         return max(range(len(self.memory)), key=lambda rank: self.memory[rank].total)
+
+
+_Ran = tuple[list[StageCosts], list[Entry], list[Microbatch]]
+"""Costs of a rank's stages, the other collectives of a micro-step, and its micro-batches."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -230,64 +236,15 @@ def _seen(asked: _Asked, rank: int) -> _Rank:
         blocks = recompute_blocks(asked.recompute, built.model, sequence, stages)
         built.model.train()
         stages.pipeline.partition.set_absent_dtype(asked.precision.dtype)
-        if asked.spec.zero is not None:
-            from meshfold.planner.zero_estimate import stage_problem
-
-            in_fp8: dict[Tensor, Fp8Weight] = {}
-            if asked.fp8 is not None and world.data_size > 1:
-                layers = use_fp8(built.model, asked.fp8, world)
-                in_fp8 = fp8_gathered(built.model, asked.fp8, asked.spec.zero)
-                layers.close()
-            _cast(built, asked.precision)
-            with dropout_stream(0, 0):
-                costs, micro_step, works = _run(asked, world, built.model, stages, stand_in, None)
-                problem = stage_problem(
-                    built.model,
-                    world,
-                    asked.spec.zero,
-                    asked.precision,
-                    lambda: stages.pipeline.rehearse(works[0]),
-                    stand_in,
-                    machine=asked.machine,
-                    tokens=asked.batch_size * asked.seq_len // world.data_size,
-                    accumulation=asked.accumulate,
-                    moments=MOMENTS[asked.optimizer],
-                    blocks=blocks if asked.recompute == "auto" else None,
-                    name=asked.name,
-                    in_fp8=in_fp8,
-                )
-                problem = replace(problem, recomputed=asked.recompute == "blocks")
-            step: list[Entry] = []
-            memory = Memory(parameters=0, masters=0, gradients=0, optimizer=0, activations=0)  # filled in by the plan
+        step: list[Entry] = []
+        memory = Memory(parameters=0, masters=0, gradients=0, optimizer=0, activations=0)  # filled in by the plan
+        problem: StageProblem | None = None
+        if asked.spec.zero is None:
+            ran, step, memory = _with_plain_states(asked, world, built, stages, stand_in)
         else:
-            states = PlainStates(
-                built.parameters,
-                Masters(built.parameters.values(), asked.precision, other_dtypes(built.model, asked.precision)),
-                world,
-                None,
-            )
-            problem, parameters = None, list(built.model.parameters())
-            states.begin(first=True)
-            with dropout_stream(0, 0), states.backward("last"):
-                costs, micro_step, works = _run(asked, world, built.model, stages, stand_in, states.reducer)
-                with record() as log:
-                    log.phase = "gradients"
-                    states.complete(parameters)
-                    states.finish(1.0)
-                    log.phase = "norm"
-                    states.norm()
-            memory, step = (
-                replace(
-                    Memory.without_zero(
-                        parameters,
-                        [*states.targets.values()],
-                        asked.optimizer,
-                        fixed_bytes(built.model, asked.machine.kind),
-                    ),
-                    channels=channel_bytes(asked.machine.reaches),
-                ),
-                log.entries,
-            )
+            kept = blocks if asked.recompute == "auto" else None
+            ran, problem = _with_chunks(asked, asked.spec.zero, world, built, stages, stand_in, kept)
+        costs, micro_step, works = ran
         if asked.fp8 is not None:
             layers = use_fp8(built.model, asked.fp8, world)
             cast = fp8_cast_bytes(built.model, asked.fp8, asked.spec, asked.accumulate)
@@ -307,6 +264,71 @@ def _seen(asked: _Asked, rank: int) -> _Rank:
         )
 
 
+def _with_chunks(
+    asked: _Asked,
+    zero: ZeroSpec,
+    world: World,
+    built: Assembled,
+    stages: PipelinedModel,
+    stand_in: DryRun,
+    blocks: RecomputedBlocks | None,
+) -> tuple[_Ran, StageProblem]:
+    """Run a rank's stages under ``zero``; return what :func:`_run` does, and the problem of its planner."""
+    from meshfold.planner.zero_estimate import stage_problem
+
+    in_fp8: dict[Tensor, Fp8Weight] = {}
+    if asked.fp8 is not None and world.data_size > 1:
+        layers = use_fp8(built.model, asked.fp8, world)
+        in_fp8 = fp8_gathered(built.model, asked.fp8, zero)
+        layers.close()
+    _cast(built, asked.precision)
+    with dropout_stream(0, 0):
+        ran = _run(asked, world, built.model, stages, stand_in, None)
+        works = ran[2]
+        problem = stage_problem(
+            built.model,
+            world,
+            zero,
+            asked.precision,
+            lambda: stages.pipeline.rehearse(works[0]),
+            stand_in,
+            machine=asked.machine,
+            tokens=asked.batch_size * asked.seq_len // world.data_size,
+            accumulation=asked.accumulate,
+            moments=MOMENTS[asked.optimizer],
+            blocks=blocks,
+            name=asked.name,
+            in_fp8=in_fp8,
+        )
+    return ran, replace(problem, recomputed=asked.recompute == "blocks")
+
+
+def _with_plain_states(
+    asked: _Asked, world: World, built: Assembled, stages: PipelinedModel, stand_in: DryRun
+) -> tuple[_Ran, list[Entry], Memory]:
+    """Run a rank's stages without ``zero``; return what :func:`_run` does, a step's other collectives, and the memory."""
+    states = PlainStates(
+        built.parameters,
+        Masters(built.parameters.values(), asked.precision, other_dtypes(built.model, asked.precision)),
+        world,
+        None,
+    )
+    parameters = list(built.model.parameters())
+    states.begin(first=True)
+    with dropout_stream(0, 0), states.backward("last"):
+        ran = _run(asked, world, built.model, stages, stand_in, states.reducer)
+        with record() as log:
+            log.phase = "gradients"
+            states.complete(parameters)
+            states.finish(1.0)
+            log.phase = "norm"
+            states.norm()
+    held = Memory.without_zero(
+        parameters, [*states.targets.values()], asked.optimizer, fixed_bytes(built.model, asked.machine.kind)
+    )
+    return ran, log.entries, replace(held, channels=channel_bytes(asked.machine.reaches))
+
+
 def _run(
     asked: _Asked,
     world: World,
@@ -314,8 +336,8 @@ def _run(
     stages: PipelinedModel,
     stand_in: DryRun,
     reducer: GradientReducer | None,
-) -> tuple[list[StageCosts], list[Entry], list[Microbatch]]:
-    """Return the costs of the stages, the other collectives of a micro-step, and the number of micro-batches."""
+) -> _Ran:
+    """Return the costs of the stages, the other collectives of a micro-step, and the micro-batches."""
     rows = asked.batch_size // asked.accumulate
     ids = torch.empty(rows, asked.seq_len, dtype=torch.int64, device=world.device)
     given = prepare_batch(

@@ -81,6 +81,13 @@ def estimate(
     if batch_size % accumulate:
         raise SpecError(f"{accumulate} micro-steps do not divide the global batch of {batch_size} sequences")
     recompute = check_recompute(recompute, spec)
+    on = machine or MACHINES["h200x8"]
+    settings: dict[str, Any] = dict(
+        precision=precision if fp8 is None else dict(name=precision, matmul="fp8", recipe=fp8),
+        device="meta",
+        rules=rules,
+        recompute=None if recompute is None else "blocks",
+    )
     if spec.pipeline is not None and spec.pipeline.size > 1:
         from meshfold.planner.pipeline_estimate import estimate_pipeline
 
@@ -95,41 +102,23 @@ def estimate(
             rules=rules,
             recompute=recompute,
             kernels=kernels,
-            machine=machine or MACHINES["h200x8"],
+            machine=on,
             clip=clip,
             name=name,
         )
         alone = replace(spec, pipeline=None, zero=None)
         with start_fake(alone.world_size), DryRun():
-            engine = Engine(
-                build,
-                parallel=alone,
-                precision=precision if fp8 is None else dict(name=precision, matmul="fp8", recipe=fp8),
-                device="meta",
-                rules=rules,
-                recompute=None if recompute is None else "blocks",
-                kernels="off",
-            )
+            engine = Engine(build, alone, kernels="off", **settings)
             whole = _described(engine, alone, batch_size * seq_len, fp8_gather)
         return estimate_pipeline(build, spec, whole, **asked)
     begin = time.perf_counter()
-    on = machine or MACHINES["h200x8"]
     with (
         start_fake(spec.world_size),
         DryRun() as stand_in,
         counted_attention(spec, stand_in.add_attention),
     ):
         plain = replace(spec, zero=None)  # chunks are laid out from shapes alone
-        engine = Engine(
-            build,
-            parallel=plain,
-            precision=precision if fp8 is None else dict(name=precision, matmul="fp8", recipe=fp8),
-            device="meta",
-            rules=rules,
-            recompute=None if recompute is None else "blocks",
-            kernels=kernels,
-            clip_grad_norm=1.0 if clip else None,
-        )
+        engine = Engine(build, plain, kernels=kernels, clip_grad_norm=1.0 if clip else None, **settings)
         rows = engine.shard_batch(torch.empty(batch_size // accumulate, seq_len, dtype=torch.int64, device="meta"))
         zero: ZeroEstimate | None = None
         update_bytes = 0

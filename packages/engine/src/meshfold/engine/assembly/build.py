@@ -123,12 +123,7 @@ def build(
     part = assemble(model, world, asked.precision, asked.seed, rules, stages)
     if part.pipelined is not None:
         opened.callback(part.pipelined.pipeline.close)
-    fp8 = None
-    if asked.precision.fp8 is not None:
-        fp8 = use_fp8(part.model, asked.precision.fp8, world, accumulation=asked.accumulation)
-        opened.callback(fp8.close)
-        if asked.precision.fp8.dispatch:
-            dispatch_in_fp8(part.model)
+    fp8 = _in_fp8(part.model, asked, world, opened)
     compiled = None
     if asked.compile is not None:  # first: modes and checkpoints go around a graph, not into it
         stages_blocks = None if part.pipelined is None else part.pipelined.blocks()
@@ -174,18 +169,9 @@ def build(
         loss_fn=asked.loss_fn,
         logits=None if fused is None else fused.logits,
     )
-    captured = captured_zero = None
-    if asked.cuda_graph and world.spec.zero is not None:
-        # Only here: an engine without zero runs without the package meshfold-zero-gemini.
-        from meshfold.engine.zero.captured_step import CapturedZeroSteps
-        from meshfold.engine.zero.states import ZeroStates
-
-        assert isinstance(states, ZeroStates)
-        captured_zero = CapturedZeroSteps(forward, states, part.model, world.device, blocks)
-        opened.callback(captured_zero.close)
-    elif asked.cuda_graph and states.reducer is not None:
-        captured = CapturedSteps(forward, states.reducer, part.model, world.device)
-        opened.callback(captured.close)
+    captured, captured_zero = (
+        _captures(forward, states, part.model, world, blocks, opened) if asked.cuda_graph else (None, None)
+    )
     return Built(
         world=world,
         part=part,
@@ -201,3 +187,39 @@ def build(
         captured=captured,
         captured_zero=captured_zero,
     )
+
+
+def _in_fp8(model: nn.Module, asked: Arguments, world: World, opened: ExitStack) -> Fp8Layers | None:
+    """Let linear layers multiply, and experts be sent tokens, in fp8, if that was asked for."""
+    if asked.precision.fp8 is None:
+        return None
+    layers = use_fp8(model, asked.precision.fp8, world, accumulation=asked.accumulation)
+    opened.callback(layers.close)
+    if asked.precision.fp8.dispatch:
+        dispatch_in_fp8(model)
+    return layers
+
+
+def _captures(
+    forward: Forward,
+    states: States,
+    model: nn.Module,
+    world: World,
+    blocks: RecomputedBlocks | None,
+    opened: ExitStack,
+) -> tuple[CapturedSteps | None, CapturedZeroSteps | None]:
+    """Return what captures micro-steps, and what does so under ``zero``; at most one of them."""
+    if world.spec.zero is not None:
+        # Only here: an engine without zero runs without the package meshfold-zero-gemini.
+        from meshfold.engine.zero.captured_step import CapturedZeroSteps
+        from meshfold.engine.zero.states import ZeroStates
+
+        assert isinstance(states, ZeroStates)
+        of_zero = CapturedZeroSteps(forward, states, model, world.device, blocks)
+        opened.callback(of_zero.close)
+        return None, of_zero
+    if states.reducer is None:
+        return None, None
+    captured = CapturedSteps(forward, states.reducer, model, world.device)
+    opened.callback(captured.close)
+    return captured, None

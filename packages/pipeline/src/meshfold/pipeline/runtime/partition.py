@@ -8,7 +8,7 @@ whole anywhere: cut it, then give it its values.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -179,20 +179,11 @@ def partition_model(model: nn.Module, mesh: Mesh, stage_ranks: Sequence[int], co
     _check_buffers(model, look.changed, lambda name: {stage_ranks[stage] for stage in stages_of(name)})
     stages: dict[Tensor, set[int]] = {}
     firsts: dict[Tensor, str] = {}
-    everyone = list(model.named_parameters(remove_duplicate=False))
-    for name, parameter in everyone:
+    for name, parameter in model.named_parameters(remove_duplicate=False):
         stages.setdefault(parameter, set()).update(stages_of(name))
         firsts.setdefault(parameter, name)
-    ties = []
-    for kept, using in stages.items():
-        where = tuple(sorted({stage_ranks[stage] for stage in using}))
-        if rank in where:
-            tied = len(where) > 1
-            if tied:
-                ties.append(Tie(name=firsts[kept], ranks=where))
-            only_at = {axis: where}
-            annotate(kept, replace(metadata_on(kept, mesh), tie=firsts[kept] if tied else "", only_at=only_at))
-
+    ranks_of = {kept: tuple(sorted({stage_ranks[stage] for stage in using})) for kept, using in stages.items()}
+    ties = _annotate(ranks_of, firsts, mesh, axis)
     places = tuple(slot for name, slot in _slots(model) if found.index_of(name) is None)
 
     def used() -> bool:
@@ -210,12 +201,7 @@ def partition_model(model: nn.Module, mesh: Mesh, stage_ranks: Sequence[int], co
             absent = AbsentBlock(block, outside)
             partial_forward.replace_block(index, absent)
             found.container._modules[found.keys[index]] = absent
-    for path, module in model.named_modules():
-        for leaf, value in list(module._parameters.items()):
-            if value is not None and (module, leaf) not in here:
-                del module._parameters[leaf]
-                full = f"{path}.{leaf}" if path else leaf
-                module.__dict__[leaf] = AbsentParameter.of(value, full, place, used)
+    _remove_parameters(model, here, place, used)
     names = {name: firsts[parameter] for name, parameter in model.named_parameters(remove_duplicate=False)}
     users = {
         firsts[parameter]: {stage for stage in using if stage_ranks[stage] == rank}
@@ -235,6 +221,33 @@ def partition_model(model: nn.Module, mesh: Mesh, stage_ranks: Sequence[int], co
         weights=weights,
         outside_blocks=places,
     )
+
+
+def _annotate(
+    ranks_of: Mapping[Tensor, tuple[int, ...]], names: Mapping[Tensor, str], mesh: Mesh, axis: str
+) -> list[Tie]:
+    """Note on the parameters of this rank which ranks of the pipeline have them; return those that several have."""
+    ties = []
+    for parameter, ranks in ranks_of.items():
+        if mesh.index(axis) in ranks:
+            tied = len(ranks) > 1
+            if tied:
+                ties.append(Tie(name=names[parameter], ranks=ranks))
+            tie = names[parameter] if tied else ""
+            annotate(parameter, replace(metadata_on(parameter, mesh), tie=tie, only_at={axis: ranks}))
+    return ties
+
+
+def _remove_parameters(
+    model: nn.Module, here: Container[tuple[nn.Module, str]], device: torch.device, used: Callable[[], bool]
+) -> None:
+    """Put stand-ins in the place of all parameters but those that are ``here``."""
+    for path, module in model.named_modules():
+        for leaf, value in list(module._parameters.items()):
+            if value is not None and (module, leaf) not in here:
+                del module._parameters[leaf]
+                full = f"{path}.{leaf}" if path else leaf
+                module.__dict__[leaf] = AbsentParameter.of(value, full, device, used)
 
 
 def _with_shared_buffers(model: nn.Module, blocks: Blocks) -> list[nn.Module]:

@@ -177,9 +177,9 @@ class Clock:
         rate = self.machine.link_rate(sizes, axes, kind)
         return self.machine.message_seconds(kind, sent, rate, calls=calls)
 
-    def rate(self, spec: ParallelSpec, axes: tuple[str, ...], kind: str = "all_reduce") -> float:
-        """Return the bytes a second that a rank sends over axes of the spec's mesh."""
-        return self.machine.link_rate(tuple(spec.axes.items()), axes, kind)
+    def rate(self, spec: ParallelSpec, axes: tuple[str, ...]) -> float:
+        """Return the bytes a second that a rank sends over axes of the spec's mesh in an all-reduce."""
+        return self.machine.link_rate(tuple(spec.axes.items()), axes, "all_reduce")
 
 
 class _Reckoning:

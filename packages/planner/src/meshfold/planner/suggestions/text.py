@@ -63,7 +63,7 @@ def suggestion_table(found: Suggestion) -> str:
     return "\n".join(format_table(rows, ">>>>><"))
 
 
-def losers_table(found: Suggestion, most: int = _REJECTED) -> str:
+def losers_table(found: Suggestion) -> str:
     """Return why other families lose, one line each, in the order of the search; empty if there are none."""
     lines: list[str] = []
     for one in sorted(found.rejected, key=lambda one: (one.outlook is None, one.seconds)):
@@ -73,7 +73,7 @@ def losers_table(found: Suggestion, most: int = _REJECTED) -> str:
         else:
             about = "at least" if one.outlook is None else "about"
             lines.append(f"{words}: {about} {format_seconds(one.seconds)}: {one.why}")
-    lines = lines[:most]
+    lines = lines[:_REJECTED]
     lines += [
         f"{spec_words(one.candidate)}: does not fit: {format_bytes(one.bytes)} a device" for one in found.misfits[:2]
     ]

@@ -92,41 +92,7 @@ def _make(
     mesh.prepare(*words)
     vocabulary.prepare()
     add_up = bind_leave(mesh, tokens)
-
-    class VocabParallel(torch.autograd.Function):
-        """Per-row loss ``m``, zero for ignored rows, from local logits ``m v``."""
-
-        @staticmethod
-        def forward(ctx: Any, logits: Tensor, labels: Tensor) -> Tensor:
-            columns, group = logits.shape[-1], mesh.group(*words)
-            start = mesh.index(*words) * columns
-            valid = min(max(vocab_size - start, 0), columns)
-            row_max = collectives.all_reduce(kernels.local_max(logits, valid), group, "max")
-            sums = kernels.sum_exp_and_target(logits, row_max, labels, start, valid, label_smoothing != 0.0)
-            sums = collectives.all_reduce(sums, group)
-            loss = kernels.loss_per_row(row_max, sums, label_smoothing, z_loss, vocab_size)
-            ignored = labels == ignore_index
-            ctx.save_for_backward(logits, labels, row_max, sums[0], ignored)
-            ctx.place = (start, valid)
-            return loss.masked_fill(ignored, 0.0)
-
-        @staticmethod
-        def backward(ctx: Any, grad: Tensor) -> Any:
-            logits, labels, row_max, sum_exp, ignored = ctx.saved_tensors
-            start, valid = ctx.place
-            dlogits = kernels.cross_entropy_backward(
-                logits,
-                row_max,
-                sum_exp,
-                labels,
-                start,
-                grad.masked_fill(ignored, 0.0),
-                label_smoothing,
-                z_loss,
-                vocab_size,
-                valid,
-            )
-            return dlogits, None
+    of_rows = _make_function(mesh, words, vocab_size, ignore_index, label_smoothing, z_loss)
 
     def with_head(logits: LazyLogits, labels: Tensor) -> Tensor:
         """Return the summed loss of deferred logits, for this rank's tokens and words."""
@@ -166,9 +132,52 @@ def _make(
             return add_up(with_head(logits, mine))
         rows = logits.reshape(-1, columns)
         with without_autocast(rows):
-            return add_up(VocabParallel.apply(rows, mine).sum())
+            return add_up(of_rows.apply(rows, mine).sum())
 
     return summed
+
+
+def _make_function(
+    mesh: Mesh, words: tuple[str, ...], vocab_size: int, ignore_index: int, label_smoothing: float, z_loss: float
+) -> type[torch.autograd.Function]:
+    """Return the loss of rows of logits whose vocabulary is split, with its gradient."""
+
+    class VocabParallel(torch.autograd.Function):
+        """Per-row loss ``m``, zero for ignored rows, from local logits ``m v``."""
+
+        @staticmethod
+        def forward(ctx: Any, logits: Tensor, labels: Tensor) -> Tensor:
+            columns, group = logits.shape[-1], mesh.group(*words)
+            start = mesh.index(*words) * columns
+            valid = min(max(vocab_size - start, 0), columns)
+            row_max = collectives.all_reduce(kernels.local_max(logits, valid), group, "max")
+            sums = kernels.sum_exp_and_target(logits, row_max, labels, start, valid, label_smoothing != 0.0)
+            sums = collectives.all_reduce(sums, group)
+            loss = kernels.loss_per_row(row_max, sums, label_smoothing, z_loss, vocab_size)
+            ignored = labels == ignore_index
+            ctx.save_for_backward(logits, labels, row_max, sums[0], ignored)
+            ctx.place = (start, valid)
+            return loss.masked_fill(ignored, 0.0)
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Any:
+            logits, labels, row_max, sum_exp, ignored = ctx.saved_tensors
+            start, valid = ctx.place
+            dlogits = kernels.cross_entropy_backward(
+                logits,
+                row_max,
+                sum_exp,
+                labels,
+                start,
+                grad.masked_fill(ignored, 0.0),
+                label_smoothing,
+                z_loss,
+                vocab_size,
+                valid,
+            )
+            return dlogits, None
+
+    return VocabParallel
 
 
 class CausalLMLoss(OnMesh, nn.Module):

@@ -27,6 +27,8 @@ BLOCK = 1024
 """Number of partial choices that are examined together."""
 ITERATIONS = 120
 """Steps towards the best prices."""
+_MOST_LOOKED_AT = 400_000
+"""Partial choices after which the search ends without a proof."""
 ROUNDS, CLIMB = 2, 12
 """Rounds, and steps a round, in which prices are improved for every block."""
 
@@ -61,12 +63,11 @@ class _Items:
         return Choice(chunks=chunks, layers=picks[self.chunks :].astype(np.int64))
 
 
-def branch_and_bound(problem: Problem, worst: float, *, most_looked_at: int = 400_000) -> Found:
+def branch_and_bound(problem: Problem, worst: float) -> Found:
     """Return the best choice of a problem, if it is better than ``worst``.
 
     Args:
         worst: the best known value: only better ones are searched; inf if none is known.
-        most_looked_at: number of partial choices after which the search ends and says so.
     """
     items = _Items(problem)
     count = len(items.time)
@@ -99,7 +100,7 @@ def branch_and_bound(problem: Problem, worst: float, *, most_looked_at: int = 40
             continue
         add = adds[order[level]]
         looked_at += len(sums) * len(add)
-        if looked_at > most_looked_at:
+        if looked_at > _MOST_LOOKED_AT:
             return Found(value=worst, choice=best, proved=False, looked_at=looked_at)
         sums = (sums[:, None] + add[None]).reshape(-1, sums.shape[1])
         picks = np.repeat(picks, len(add), axis=0)
