@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from meshfold.checkpoint import CheckpointError
 from meshfold.engine import Engine, plan_memory
-from meshfold.huggingface import decoder_names
+from meshfold.huggingface import decoder_configs, decoder_names
 from meshfold.mesh import LayoutError, Mesh, SpecError
 from meshfold.mesh.testing import fake_world, run_on_ranks
 from meshfold.models import GPT, GPTConfig, Llama, LlamaConfig, build, generate
@@ -270,7 +270,7 @@ def mistral() -> Any:
 
 
 def taken_over(theirs: Any) -> nn.Module:
-    config = decoder_names.ours_of(theirs.config.to_dict())
+    config = decoder_configs.ours_of(theirs.config.to_dict())
     state = theirs.state_dict()
     model = build(config).double().eval()
     made: dict[str, Tensor] = {}
@@ -297,17 +297,17 @@ def test_a_mistral_is_a_llama_with_a_window() -> None:
     told = theirs.generate(prompt, max_new_tokens=12, do_sample=False, use_cache=True)
     assert torch.equal(generate(ours, prompt, 12, temperature=0.0), told)
 
-    back = decoder_names.theirs_of(ours.config)
+    back = decoder_configs.theirs_of(ours.config)
     assert (back["model_type"], back["architectures"], back["sliding_window"]) == (
         "mistral",
         ["MistralForCausalLM"],
         WINDOW,
     )
-    assert decoder_names.ours_of(back) == ours.config
-    assert decoder_names.ours_of({**back, "sliding_window": None}).window is None
-    assert decoder_names.ours_of({k: v for k, v in back.items() if k != "sliding_window"}).window == 4096
+    assert decoder_configs.ours_of(back) == ours.config
+    assert decoder_configs.ours_of({**back, "sliding_window": None}).window is None
+    assert decoder_configs.ours_of({k: v for k, v in back.items() if k != "sliding_window"}).window == 4096
     with pytest.raises(CheckpointError, match="no sliding window, and this model has window=4"):
-        decoder_names.theirs_of(gpt(WINDOW).config)
+        decoder_configs.theirs_of(gpt(WINDOW).config)
 
 
 # -- plans, and what is refused ------------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from meshfold.checkpoint.tensors import (
     verify_checksums,
 )
 from meshfold.engine.checkpoints import MODEL_FILE, Checkpoint
-from meshfold.huggingface import decoder_names
+from meshfold.huggingface import decoder_configs, decoder_names
 from meshfold.huggingface.decoder_names import Step, unchanged
 from meshfold.huggingface.folder_config import read_raw_config
 from meshfold.huggingface.folder_writer import SHARD_BYTES, FolderWriter
@@ -173,14 +173,14 @@ def convert_folder(
 
 
 def _to_theirs(given: Mapping[str, Tensor], described: Mapping[str, Any] | None) -> tuple[list[Step], dict[str, Any]]:
-    config = decoder_names.own_config(described or {})
-    return decoder_names.leave(given, config), {"kind": "hf", "config": decoder_names.theirs_of(config)}
+    config = decoder_configs.own_config(described or {})
+    return decoder_names.leave(given, config), {"kind": "hf", "config": decoder_configs.theirs_of(config)}
 
 
 def _to_ours(given: Mapping[str, Tensor], described: Mapping[str, Any] | None) -> tuple[list[Step], dict[str, Any]]:
     if described is None:
         raise CheckpointError("Meshfold's names need the model's config.json, and there is none")
-    config = decoder_names.ours_of(described["config"])
+    config = decoder_configs.ours_of(described["config"])
     full = decoder_names.full_names(given, config)
     steps = [
         replace(step, sources=tuple(full[name] for name in step.sources)) for step in decoder_names.enter(given, config)

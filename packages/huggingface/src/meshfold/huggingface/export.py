@@ -15,7 +15,7 @@ from meshfold.checkpoint.folder import with_advice
 from meshfold.checkpoint.tensors import has_weights, open_weights
 from meshfold.engine.checkpoints import describe_model
 from meshfold.engine.world import fail_together
-from meshfold.huggingface import decoder_names
+from meshfold.huggingface import decoder_configs, decoder_names
 from meshfold.huggingface.conversion import DTYPES, cast_to
 from meshfold.huggingface.decoder_names import Step
 from meshfold.huggingface.folder_writer import FolderWriter
@@ -88,9 +88,9 @@ def _steps(engine: Engine, like: Path | None, dtype: str | None) -> tuple[list[S
     }
     described = describe_model(engine.model)
     if described is not None and described["kind"] != "hf":
-        config = decoder_names.own_config(described)
+        config = decoder_configs.own_config(described)
         steps = decoder_names.leave(given, config)
-        theirs: dict[str, Any] | None = decoder_names.theirs_of(config)
+        theirs: dict[str, Any] | None = decoder_configs.theirs_of(config)
     else:
         steps = to_files(engine.model, given)
         theirs = None if described is None else described["config"]
