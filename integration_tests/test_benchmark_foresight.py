@@ -15,7 +15,6 @@ from benchmarks.foresight.configurations import GiB, configurations, planned, ru
 from benchmarks.foresight.first_choice import FirstChoice
 from benchmarks.foresight.run import main, measure, outcomes
 from benchmarks.foresight.worker import measured, run
-from meshfold.engine.world import require_runnable
 from meshfold.mesh import Mesh, ParallelSpec, start
 from meshfold.mesh.testing import run_on_ranks
 from meshfold.planner import find_machine
@@ -29,7 +28,7 @@ def test_every_configuration_has_its_ranks_and_a_batch_that_divides() -> None:
     dimensions = set()
     for name, one in KNOWN.items():
         spec = ParallelSpec.parse(one.spec, one.ranks)
-        require_runnable(spec)
+        spec.require_installed()
         assert one.batch % (one.accumulate * spec.axes["data"]) == 0, name
         dimensions |= set(one.spec)
     assert dimensions == {"data", "tensor", "pipeline", "sequence", "expert", "zero"}

@@ -14,7 +14,7 @@ from lightning.pytorch.core.optimizer import _MockOptimizer  # Lightning's place
 from lightning.pytorch.trainer.states import TrainerFn
 from meshfold.engine.model import AsGiven
 from meshfold.engine.precision import ScaleSettings
-from meshfold.engine.world import World, require_runnable
+from meshfold.engine.world import World
 from meshfold.lightning.checkpoints import SESSION, CheckpointStrategy
 from meshfold.lightning.environment import is_set_by_launcher
 from meshfold.lightning.precision import MeshfoldPrecision
@@ -246,7 +246,7 @@ class MeshfoldStrategy(CheckpointStrategy):
 
 
 def _refuse_what_no_training_step_can(spec: ParallelSpec) -> None:
-    require_runnable(spec)
+    spec.require_installed()
     if spec.pipeline is not None and spec.pipeline.size > 1:
         raise SpecError(
             f"pipeline={spec.pipeline.size} under Lightning: forward and backward of micro-batches take turns between the stages "

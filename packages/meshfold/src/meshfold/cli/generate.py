@@ -77,7 +77,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run ``meshfold generate``, in the process that starts the ranks, or as one of them."""
-    from meshfold.engine.world import require_runnable
     from meshfold.huggingface import require_config
     from meshfold.mesh import ParallelSpec
     from meshfold.mesh.processes import Environment, launch
@@ -87,7 +86,7 @@ def run(arguments: argparse.Namespace) -> int:
     alone = here.source == "single"
     spec = ParallelSpec.parse(read_parallel(arguments.parallel), None if alone else here.world_size)
     spec = spec.with_world_size(spec.world_size)
-    require_runnable(spec)
+    spec.require_installed()
     require_config(arguments.folder, f"FOLDER {arguments.folder!r}")  # first, so that no rank starts without it
     given = read_prompts(arguments)
     if given is None and spec.world_size > 1:

@@ -85,7 +85,6 @@ def run(arguments: argparse.Namespace) -> int:
     parallel = read_parallel(arguments.parallel)
     read_model(arguments)
     changes, rules = read_changes(arguments.changes), read_rules(arguments.rules)
-    from meshfold.engine.world import require_runnable
     from meshfold.mesh import ParallelSpec
     from meshfold.planner import (
         choose_attention,
@@ -99,7 +98,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     spec = ParallelSpec.parse(parallel, arguments.ranks)
     spec = spec.with_world_size(spec.world_size)  # data defaults to 1 without --ranks
-    require_runnable(spec)
+    spec.require_installed()
     staged = spec.pipeline is not None and spec.pipeline.size > 1
     if spec.zero is None and not staged and (arguments.timeline or arguments.trace):
         raise Failure(

@@ -95,7 +95,6 @@ def start(
     Returns:
         The exit code.
     """
-    from meshfold.engine.world import require_runnable
     from meshfold.mesh import ParallelSpec
     from meshfold.mesh.processes import launch
     from meshfold.train.metrics import check_trackers
@@ -107,7 +106,7 @@ def start(
     settings = _settled(settings, ranks, progress)
     spec = ParallelSpec.parse(settings.parallel, ranks)
     spec = spec.with_world_size(spec.world_size)  # data defaults to 1 without --ranks
-    require_runnable(spec)
+    spec.require_installed()
     _check_device(settings, spec.world_size)
     _check_warmup(settings)
     check_trackers(settings.track)
@@ -164,7 +163,6 @@ def _as_rank(
     settings: TrainSettings, here: Environment, *, plan: bool, as_json: bool, report: bool, machine: str | None
 ) -> int:
     """Run as one of the ranks that are already running."""
-    from meshfold.engine.world import require_runnable
     from meshfold.huggingface import silence_transformers
     from meshfold.mesh import Mesh, ParallelSpec, barrier
     from meshfold.mesh.processes import DEFAULT_TIMEOUT
@@ -179,7 +177,7 @@ def _as_rank(
     settings, _ = with_chosen_spec(settings, here.world_size, progress if plan else Progress(), machine)
     settings = _settled(settings, here.world_size, progress if plan else Progress())
     spec = ParallelSpec.parse(settings.parallel, here.world_size)
-    require_runnable(spec)
+    spec.require_installed()
     _check_warmup(settings)
     check_folder(settings, progress if plan else Progress())
     if plan:  # on every rank: torch numbers process groups, fake ones too, and the numbers must agree

@@ -25,7 +25,7 @@ from meshfold.mesh.processes import (
 from meshfold.mesh.spec import join_choices
 from meshfold.mesh.watchdog import Watch, watch, watchdog_limit
 
-__all__ = ["PIPE", "World", "crossing", "fail_together", "join_world", "require_runnable"]
+__all__ = ["PIPE", "World", "crossing", "fail_together", "join_world"]
 
 PIPE = "pipe"
 """The axis of a pipeline's stages"""
@@ -150,7 +150,7 @@ def join_world(
         spec = parallel.with_world_size(size)
     else:
         spec = ParallelSpec.parse(parallel, size)
-    require_runnable(spec)
+    spec.require_installed()
     place = _device(device)
     if alive is None and size > 1:
         limit = timedelta(seconds=watchdog_limit(limit_s)) or DEFAULT_TIMEOUT
@@ -219,15 +219,6 @@ def has_tensor(parallel: Mapping[str, object] | ParallelSpec) -> bool:
     if isinstance(parallel, ParallelSpec):
         return parallel.tensor is not None
     return isinstance(parallel, Mapping) and parallel.get("tensor") is not None
-
-
-def require_runnable(spec: ParallelSpec) -> None:
-    """Check that the engine can run a spec.
-
-    Raises:
-        SpecError: names the distribution that is not installed.
-    """
-    spec.require_installed()
 
 
 _LONGEST = 1000  # bytes of an error message
