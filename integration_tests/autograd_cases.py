@@ -193,8 +193,6 @@ KERNELS = (
         of_shapes(lambda x, w: K.weighted_swiglu(x, w), (ROWS, WIDTH), (ROWS,)),
     ),
     Case("kernels.activations._Separate", "", 1, of_shapes(lambda gate, up: K.swiglu2(gate, up), X, X)),
-    Case("kernels.activations._BiasGelu", "", 1, of_shapes(lambda x, b: K.bias_gelu(x, b), X, V)),
-    Case("kernels.activations._BiasGelu", "no bias", 1, of_shapes(lambda x: K.bias_gelu(x, None, "tanh"), X)),
     Case("kernels.dropout._Dropout", "", 1, of_shapes(lambda x: K.dropout(x, 0.5, 3, 4), X)),
     Case(
         "kernels.expert_choice._Choice",
@@ -457,8 +455,8 @@ LAYERS = (
     Case(f"{NORM}.bind_rms_norm.SplitRMSNorm", "", 2, partial(split_rms_norm, True)),
     Case(f"{NORM}.bind_rms_norm.SplitRMSNorm", "no weight", 2, partial(split_rms_norm, False)),
     Case(f"{NORM}.bind_layer_norm.SplitLayerNorm", "", 2, split_layer_norm),
-    Case(f"{LOSS}._make.VocabParallel", "alone", 1, partial(split_cross_entropy, 1)),
-    Case(f"{LOSS}._make.VocabParallel", "", 2, partial(split_cross_entropy, 2)),
+    Case(f"{LOSS}._make_function.VocabParallel", "alone", 1, partial(split_cross_entropy, 1)),
+    Case(f"{LOSS}._make_function.VocabParallel", "", 2, partial(split_cross_entropy, 2)),
 )
 
 
