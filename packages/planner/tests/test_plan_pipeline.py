@@ -23,7 +23,8 @@ from meshfold.models import build
 from meshfold.pipeline import simulate
 from meshfold.pipeline.runtime import Stage
 from meshfold.pipeline.runtime.executor import Peaks
-from meshfold.planner import MACHINES, Estimate, estimate
+from meshfold.planner import MACHINES, Estimate, estimate, step_speed, step_times
+from meshfold.planner.efficiency import Launches
 from meshfold.planner.pipeline_estimate import PipelineEstimate
 from meshfold.planner.stage_costs import peak_beside_state
 
@@ -226,6 +227,23 @@ def test_the_step_is_that_of_the_simulator_with_messages() -> None:
     assert found.simulation.makespan == pytest.approx(same.makespan)
     assert found.seconds == pytest.approx(2 * same.makespan)
     assert 0 < found.simulation.bubble < 1
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
+def test_gradients_of_the_stage_that_ends_last_are_summed_after_the_schedule(schedule: str) -> None:
+    machine = replace(MACHINES["h200x8"], latency=1.0, collectives={}, launches=Launches.of_all(0.0))
+    found = planned(dict(data=2, pipeline=dict(size=2, schedule=schedule, microbatches=4)), machine=machine)
+    sums = sum(entry.calls for entry in found.traffic if entry.phase == "gradients")
+    stages = len(pipeline_of(found).stages) // 2
+    times = step_times(found, machine, "bf16")
+    assert stages == (1 if schedule == "1f1b" else 2)
+    assert times.late == pytest.approx(sums / stages, rel=1e-3)
+    expected = pipeline_of(found).seconds + times.late + times.optimizer
+    assert step_speed(found, machine, "bf16").seconds == pytest.approx(expected)
+    chunks = planned(dict(data=2, pipeline=dict(size=2, microbatches=4), zero=dict(stage=1)), machine=machine)
+    assert step_times(chunks, machine, "bf16").late == 0  # those of chunks are in its own plan
+    whole = planned(dict(data=2), ranks=2, machine=machine)
+    assert step_times(whole, machine, "bf16").late == 0
 
 
 def test_auto_finds_an_order_for_these_costs() -> None:

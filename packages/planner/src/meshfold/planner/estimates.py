@@ -208,6 +208,7 @@ class Times:
             one after the other.
         host: launches of all operators, of the optimizer's step too.
         hidden: share of data traffic that compute hides while both run.
+        late: of data traffic, gradients that are complete when no compute is left: of a pipeline's stage that ends last.
     """
 
     compute: float
@@ -217,6 +218,7 @@ class Times:
     busy: float | None = None
     host: float = 0.0
     hidden: float = 1.0
+    late: float = 0.0
 
     @property
     def apart(self) -> float:
@@ -231,12 +233,16 @@ class Times:
     @property
     def overlapped(self) -> float:
         """Seconds with gradient traffic overlapped with the rest of forward and backward, and no less than the host's."""
-        return max(max(self._busy, self.data) + self.exposed + self.optimizer, self.host)
+        return self.beside(self._busy)
+
+    def beside(self, busy: float) -> float:
+        """Return the same with other seconds for compute and what it waits for, such as a schedule's."""
+        return max(max(busy, self.data - self.late) + self.exposed + self.late + self.optimizer, self.host)
 
     @property
     def exposed(self) -> float:
         """Seconds of data traffic that compute does not hide although both run."""
-        return (1.0 - self.hidden) * min(self._busy, self.data)
+        return (1.0 - self.hidden) * min(self._busy, self.data - self.late)
 
     @property
     def _busy(self) -> float:
@@ -263,7 +269,7 @@ def step_speed(found: Estimate, machine: Machine, precision: str) -> StepSpeed:
     """Return how fast a spec trains: the one time of a step for every spec, by which specs can be compared."""
     times = step_times(found, machine, precision)
     if found.pipeline is not None:
-        seconds = max(max(found.pipeline.seconds, times.data) + times.exposed + times.optimizer, times.host)
+        seconds = times.beside(found.pipeline.seconds)
     else:
         seconds = (
             times.overlapped
@@ -281,12 +287,13 @@ def step_speed(found: Estimate, machine: Machine, precision: str) -> StepSpeed:
 def step_times(found: Estimate, machine: Machine, precision: str) -> Times:
     """Return the seconds that a step takes on a machine, by purpose."""
     mesh = Mesh(found.spec.axes, rank=0)
-    spent = {"forward": 0.0, "backward": 0.0, "data": 0.0}
+    spent, gradients = {"forward": 0.0, "backward": 0.0, "data": 0.0}, 0.0
     for entry in found.traffic:
         rate = machine.slowest(mesh, entry.axes, entry.kind)
         seconds = machine.message_seconds(entry.kind, entry.bytes, rate, calls=entry.calls)
         hidden = entry.phase in ("weights", "gradients", "parameters")
         spent["data" if hidden else "backward" if entry.phase == "backward" else "forward"] += seconds
+        gradients += seconds * (entry.phase == "gradients")
     phases = found.work.phases(machine, precision)
     waits = spent["forward"], spent["backward"]
     return Times(
@@ -297,7 +304,18 @@ def step_times(found: Estimate, machine: Machine, precision: str) -> Times:
         busy=phases.waiting(*waits).seconds,
         host=phases.host + found.updated * machine.launches.parameter,
         hidden=1.0 if _is_pushed(found.spec) else machine.efficiency.hidden,
+        late=gradients * _late_share(found),
     )
+
+
+def _late_share(found: Estimate) -> float:
+    """Return the share of a rank's gradients that are complete only at the end of a schedule, without ``zero``.
+
+    A stage's are with its last micro-batch. The first rank ends last, with one of its stages.
+    """
+    if found.pipeline is None or found.spec.pipeline is None or found.spec.zero is not None:
+        return 0.0
+    return found.spec.pipeline.size / len(found.pipeline.stages)
 
 
 def _is_pushed(spec: ParallelSpec) -> bool:

@@ -53,7 +53,7 @@ def pipeline_time_table(found: Estimate, pipeline: PipelineEstimate, times: Time
         f"{'data traffic':<17}{format_seconds(times.data):>12}  may run as stages become complete",
         *[f"{'optimizer':<17}{format_seconds(times.optimizer):>12}"] * (times.optimizer > 0),
         total_row(
-            max(pipeline.seconds, times.data) + times.optimizer,
+            times.beside(pipeline.seconds),
             pipeline.seconds + times.data + times.optimizer,
             found.tokens,
         ),

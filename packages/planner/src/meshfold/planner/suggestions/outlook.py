@@ -235,9 +235,10 @@ class _Reckoning:
         # A stage's actions come one by one, of other stages between them.
         together = phases.waiting(first.waits, then.waits).seconds if self.stages == 1 else first.spent + then.spent
         busy, host = together + idle, phases.host + self._updates()
-        exposed = (1.0 - self.machine.efficiency.hidden) * min(together, hidden)
+        late = self._late(held)
+        exposed = (1.0 - self.machine.efficiency.hidden) * min(together, hidden - late)
         if self.zero is None:
-            seconds = max(max(busy, hidden) + exposed + optimizer, host)
+            seconds = max(max(busy, hidden - late) + exposed + late + optimizer, host)
         else:
             offload = self._offload(memory, busy)
             chunks = self._with_chunks(forward.apart, backward.apart, optimizer, held)
@@ -316,14 +317,24 @@ class _Reckoning:
         if self.ranks == 1 or (self.spec.expert is not None and self.zero is None):
             return total
         if self.zero is None:
-            sent, calls = 2 * (self.ranks - 1) / self.ranks * held.gradients, -(-held.gradients // BUCKET_BYTES)
-            return total + self.clock.messages(self.axes, "all_reduce", self.outer, sent, calls)
+            return total + self._reduction(held)
         gather, reduction = self._collectives(held)
         gathers, sums = 2 * self.micro if self.zero.stage == 3 else 1, 1 if self._sums_once else self.micro
         calls = (max(self.bytes.of_ranks) + 2) * (
             gathers + sums
         )  # a chunk for each block, and for what is before and behind
         return total + gathers * gather + sums * reduction + calls * self.machine.latency
+
+    def _reduction(self, held: Memory) -> float:
+        """Return the seconds of summing all gradients over the data ranks, without ``zero``."""
+        sent, calls = 2 * (self.ranks - 1) / self.ranks * held.gradients, -(-held.gradients // BUCKET_BYTES)
+        return self.clock.messages(self.axes, "all_reduce", self.outer, sent, calls)
+
+    def _late(self, held: Memory) -> float:
+        """Return the seconds of gradients that are summed when a pipeline's schedule has ended, without ``zero``."""
+        if self.stages == 1 or self.ranks == 1 or self.zero is not None or self.spec.expert is not None:
+            return 0.0
+        return self._reduction(held) * self.stages / len(self.counts)
 
     @property
     def _sums_once(self) -> bool:
