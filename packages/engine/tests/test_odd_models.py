@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from meshfold.engine import Engine
+from meshfold.engine import Engine, TrainingError
 from meshfold.mesh import SpecError
 from meshfold.mesh.testing import ranks
 
@@ -96,6 +96,7 @@ def train(
     batches: list[Batch] | None = None,
     plain: Callable[[], nn.Module] | None = None,
     own_loss: bool = False,
+    by_name: bool = False,
     **settings: Any,
 ) -> None:
     """Three steps of an engine, and of a plain loop from the same weights with whole batches."""
@@ -117,7 +118,7 @@ def train(
     model.load_state_dict(first)
     for batch, told in zip(batches, seen, strict=True):
         ids = batch[0] if isinstance(batch, tuple) else batch["input_ids"]
-        loss_there = loss_fn(model(ids), batch)
+        loss_there = loss_fn(model(**batch) if by_name else model(ids), batch)
         loss_there.backward()
         trained = [p for p in model.parameters() if p.grad is not None]
         norm = torch.stack([p.grad.square().sum() for p in trained if p.grad is not None]).sum().sqrt()
@@ -181,6 +182,35 @@ def test_labels_of_a_loss_that_moves_nothing_all_count(name: str) -> None:
     train(Tagging, SPECS[name], loss_fn=loss_fn, batches=batches, own_loss=True)
 
 
+class KeywordsOnly(Model):
+    def forward(self, *, input_ids: Tensor, targets: Tensor | None = None) -> Tensor:  # type: ignore[override]
+        return super().forward(input_ids)
+
+
+class AnyKeywords(Model):
+    """Its own loss, and no argument of a place."""
+
+    loss_type = "ForTokenClassification"
+
+    def forward(self, **batch: Tensor) -> Any:  # type: ignore[override]
+        output = super().forward(batch["input_ids"])
+        return {"loss": masked_mean(output, batch["labels"])}
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("name", SPECS)
+@ranks(4)
+def test_a_forward_that_takes_its_ids_by_name(name: str) -> None:
+    batches = [dict(input_ids=ids, targets=targets) for ids, targets in pairs()]
+    more: dict[str, Any] = dict(example=batches[0]) if "pipeline" in SPECS[name] else {}
+    train(KeywordsOnly, SPECS[name], loss_fn=of_a_dict, batches=batches, by_name=True, **more)
+    with Engine(AnyKeywords, SPECS[name], optimizer="sgd", precision="fp64", **more) as engine:
+        ids = torch.randint(VOCABULARY, (8, 6))
+        losses = [engine.eval_step(engine.shard_batch(batch)) for batch in (ids, dict(input_ids=ids, labels=ids))]
+        assert losses[0] == losses[1]
+        engine.train_step(engine.shard_batch(ids))
+
+
 # -- what is trained --------------------------------------------------------------------------------------------------
 
 
@@ -213,6 +243,55 @@ def test_stages_of_which_nothing_or_only_vectors_are_trained(
     """Their optimizers have nothing, and the groups of the others: a checkpoint is asked for by every engine."""
     spec: dict[str, Any] = dict(data=2, pipeline=2)
     train(make, spec if zero is None else {**spec, "zero": zero})
+
+
+FREEZING: dict[str, dict[str, Any]] = {
+    "data": dict(data=2),
+    "tensor": dict(tensor=2),
+    "pipeline": dict(pipeline=2),
+    "zero 1": dict(data=2, zero=dict(stage=1)),
+    "zero 3": dict(data=2, zero=dict(stage=3)),
+}
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("name", FREEZING)
+@ranks(2)
+def test_what_an_engine_trains_may_be_frozen_for_some_steps(name: str) -> None:
+    """From the first step on, and once more later: AdamW skips it, as in torch."""
+    torch.manual_seed(0)
+    serial = Model().double()
+    with Engine(
+        Model, FREEZING[name], optimizer=dict(name="adamw", lr=0.1), precision="fp64", loss_fn=of_a_pair
+    ) as engine:
+        steps = torch.optim.AdamW(serial.parameters(), lr=0.1)
+        serial.load_state_dict(engine.full_state_dict())
+        for step, batch in enumerate((*pairs(), pairs()[0])):
+            for model in (engine.model, serial):
+                for path, parameter in model.named_parameters():
+                    if path.startswith("embed") or ".up" in path:
+                        parameter.requires_grad_(step in (1, 3))
+            steps.zero_grad()
+            loss = of_a_pair(serial(batch[0]), batch)
+            loss.backward()
+            steps.step()
+            assert engine.train_step(engine.shard_batch(batch)) == pytest.approx(float(loss.detach()), rel=1e-9)
+        found = engine.full_state_dict()
+    for path, value in serial.state_dict().items():
+        torch.testing.assert_close(found[path], value, rtol=1e-9, atol=1e-9, msg=f"{path} differs")
+
+
+@pytest.mark.parametrize("name", FREEZING)
+@ranks(2)
+def test_what_was_frozen_when_the_engine_was_made_is_not_trained_silently(name: str) -> None:
+    with Engine(only_norms, FREEZING[name], optimizer="sgd", precision="fp64", loss_fn=of_a_pair) as engine:
+        engine.train_step(engine.shard_batch(pairs()[0]))
+        engine.model.requires_grad_(True)
+        with pytest.raises(TrainingError, match=r"is to be trained now .* was frozen when the engine was made"):
+            engine.train_step(engine.shard_batch(pairs()[1]))
+        if "pipeline" not in FREEZING[name]:
+            with pytest.raises(TrainingError, match="was frozen when the engine was made"):
+                engine(pairs()[1][0])
 
 
 @ranks(2)

@@ -16,7 +16,8 @@ from meshfold.engine.batches.loss import LossCalls, fields_of, leave_out_targets
 from meshfold.engine.batches.observed_mean import check_rows_apart, observed_mean
 from meshfold.engine.batches.packed import OwnDocuments
 from meshfold.engine.batches.sharding import Shares
-from meshfold.engine.batches.shown import called, note_in_place, rows_of_tables
+from meshfold.engine.batches.shown import called, note_remedy, rows_of_tables
+from meshfold.engine.model.checks import Frozen
 from meshfold.engine.model.mask_choice import makes_masks, positions_of_the_model
 from meshfold.engine.model.pipelined_model import PipelinedModel
 from meshfold.engine.precision import Precision
@@ -68,9 +69,10 @@ class Forward:
         self._aligned = not is_encoder_decoder(model)
         self._takes_cache = batches.takes_cache(model)
         self._makes_masks = makes_masks(model)
-        self._names_taken = batches.names_taken(model)
+        self._names_taken, self._ids_by_name = batches.names_taken(model), batches.takes_ids_by_name(model)
         self._ignores_labels = batches.ignores_labels(model)
         self._ignored = IGNORE_INDEX
+        self._frozen = Frozen(model)
         # Determined once: a loss always averages over the same things.
         self._looks = world.data_size > 1
         self._documents, self._branches = OwnDocuments(model, own_loss=loss_fn is not None), BranchMask(model)
@@ -81,7 +83,12 @@ class Forward:
         return self._mean is LossMean.NEXT_TOKENS
 
     def train(self) -> None:
-        """Call ``model.train()`` if the model is in eval mode; submodules that the user put in eval mode stay in it."""
+        """Call ``model.train()`` if the model is in eval mode; submodules that the user put in eval mode stay in it.
+
+        Raises:
+            TrainingError: for a parameter that the engine was not made to train.
+        """
+        self._frozen.check()
         if not self._model.training:
             self._model.train()
 
@@ -102,6 +109,7 @@ class Forward:
             own_loss=own_loss,
             aligned=self._aligned,
             kept=fields_of(self._loss_fn) or (),
+            ids_by_name=self._ids_by_name,
         )
         if self._ignores_labels and isinstance(batch, Mapping) and "labels" not in batch and "labels" in work.kwargs:
             # Made of the token ids, for a model that has targets of other names, or none.
@@ -140,7 +148,7 @@ class Forward:
         except Exception as error:
             if isinstance(error, RuntimeError):
                 self._states.explain(error)
-                note_in_place(error)
+                note_remedy(error)
             error.add_note(f"the model was called with {called(work.args, work.kwargs)}")
             if isinstance(error, IndexError) and (note := rows_of_tables(self._model, work.args, work.kwargs)):
                 error.add_note(note)

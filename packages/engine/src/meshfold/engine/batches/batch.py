@@ -89,6 +89,7 @@ def prepare_batch(
     own_loss: bool,
     aligned: bool = True,
     kept: Collection[str] = (),
+    ids_by_name: bool = False,
 ) -> Batch:
     """Check a batch and bring it to the device; floating inputs take the model's dtype.
 
@@ -99,6 +100,7 @@ def prepare_batch(
         own_loss: a ``loss_fn`` was given: missing labels stay missing.
         aligned: labels ``b s`` belong to the input tokens, not to a decoder with an encoder.
         kept: entries of a dict that keep their dtype, since the loss alone reads them.
+        ids_by_name: ``input_ids`` are a keyword argument: see :func:`takes_ids_by_name`.
 
     Raises:
         SpecError: for a batch that has none of the three forms.
@@ -136,9 +138,9 @@ def prepare_batch(
                 f"{IGNORE_INDEX} for tokens that do not count"
             )
         targets = fields.get(named)
-        rest = {name: value for name, value in fields.items() if name != "input_ids"}
+        rest = {name: value for name, value in fields.items() if ids_by_name or name != "input_ids"}
         return Batch(
-            args=() if ids is None else (ids,),
+            args=() if ids is None or ids_by_name else (ids,),
             kwargs=rest,
             given=fields if isinstance(batch, Mapping) else ids,
             rows=_rows(next((value for value in fields.values() if isinstance(value, Tensor)), None)),
@@ -191,6 +193,16 @@ def names_taken(model: nn.Module) -> tuple[str, ...] | None:
     parameters = inspect.signature(model.forward).parameters
     takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
     return None if takes_all else tuple(parameters)
+
+
+def takes_ids_by_name(model: nn.Module) -> bool:
+    """Return True for a model whose first argument is not its token ids: keywords only, or images before words."""
+    parameters = inspect.signature(model.forward).parameters
+    of_place = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    first = next(
+        (one for one in parameters.values() if one.kind in (*of_place, inspect.Parameter.VAR_POSITIONAL)), None
+    )
+    return first is None or (first.name != "input_ids" and "input_ids" in parameters)
 
 
 def check_fields(work: Batch, model: nn.Module, taken: Sequence[str] | None, *, own_loss: bool) -> None:

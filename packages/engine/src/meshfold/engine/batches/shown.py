@@ -71,14 +71,34 @@ def _listed(parts: list[str]) -> str:
     return ", ".join(parts[:_MOST] + more)
 
 
-_FORBIDDEN = "is a view and is being modified inplace"
+_ADVICE = {
+    ("is a view and is being modified inplace",): (
+        "A block changes what it is called with in place, and under this spec that is a view of something else: write "
+        "x = x + y for x += y, and torch.relu(x) for torch.relu_(x), where x is an argument of the block. What a block has "
+        "made itself may be changed in place."
+    ),
+    ("with functorch transforms", "Cannot access storage of"): (
+        "A transform of torch.func (vmap, grad, jvp, ...) calls a module that this spec splits or watches: write a loop or "
+        "torch.autograd.grad instead, apply the transform to a function of tensors inside of one module, or use a spec of data "
+        "alone."
+    ),
+}
+"""What to change, by words of torch's errors that do not say it."""
+_IN_STAGES = {
+    ("appears to not have been used in the graph",): (
+        "torch.autograd.grad in a forward ends where its stage begins, which gets its input without a graph: differentiate inside "
+        "of one block, or use a spec without pipeline."
+    ),
+}
 
 
-def note_in_place(error: BaseException) -> None:
-    """Add to an error of the model's forward what to change, if a block changed its input in place."""
-    if _FORBIDDEN in str(error):
-        error.add_note(
-            "A block changes what it is called with in place, and under this spec that is a view of something else: write "
-            "x = x + y for x += y, and torch.relu(x) for torch.relu_(x), where x is an argument of the block. What a block has "
-            "made itself may be changed in place."
-        )
+def note_remedy(error: BaseException, *, in_stages: bool = False) -> None:
+    """Add to an error of torch in the model's forward what to change, where that is known.
+
+    Args:
+        error: the error.
+        in_stages: the forward is one of a pipeline's stage.
+    """
+    for words, advice in {**_ADVICE, **(_IN_STAGES if in_stages else {})}.items():
+        if any(word in str(error) for word in words):
+            error.add_note(advice)

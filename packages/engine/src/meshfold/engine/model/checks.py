@@ -130,6 +130,30 @@ def require_trained(model: nn.Module, count: int, world: World) -> None:
         )
 
 
+class Frozen:
+    """The parameters that an engine does not train: they have no gradient's buffer and no optimizer state."""
+
+    def __init__(self, model: nn.Module) -> None:
+        """Args:
+        model: this rank's part, when the engine is made.
+        """
+        self._parameters = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
+
+    def check(self) -> None:
+        """Check that they are still frozen.
+
+        Raises:
+            TrainingError: for one that is to be trained now.
+        """
+        for name, parameter in self._parameters:
+            if parameter.requires_grad:
+                raise TrainingError(
+                    f"{uncompiled_name(name)} is to be trained now (requires_grad=True), but was frozen when the engine was made, "
+                    "which has no optimizer state for it. Make the engine while everything that will be trained has "
+                    "requires_grad=True, and freeze after that what waits; or make another engine, after close() of this one"
+                )
+
+
 class NoCopies:
     """Makes deep copies of a model raise a clear error if its parameters are empty or absent.
 

@@ -15,7 +15,7 @@ from meshfold.checkpoint.state import modules_with_extra_state
 from meshfold.engine.batches import batch as batches
 from meshfold.engine.batches.loss import LossCalls, leave_out_targets
 from meshfold.engine.batches.observed_mean import check_microbatches
-from meshfold.engine.batches.shown import called, note_in_place
+from meshfold.engine.batches.shown import called, note_remedy
 from meshfold.engine.model.carried_sums import carry_routing_sums
 from meshfold.engine.precision import Precision
 from meshfold.engine.sequence import local_length
@@ -60,7 +60,10 @@ class PipelineSettings:
             return None
         dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), precision.dtype)
         own_loss, aligned = self.loss_fn is not None, not is_encoder_decoder(model)
-        work = batches.prepare_batch(self.example, device, dtype, own_loss=own_loss, aligned=aligned)
+        by_name = batches.takes_ids_by_name(model)
+        work = batches.prepare_batch(
+            self.example, device, dtype, own_loss=own_loss, aligned=aligned, ids_by_name=by_name
+        )
         signature = signature_mismatch(model.forward, *work.args, **work.kwargs)
         if signature is not None:
             raise SpecError(
@@ -141,6 +144,7 @@ class PipelinedModel:
         self._measures = spec.schedule == "auto"
         self._looks = True
         self._mean, self._name = loss_mean(model), type(model).__name__
+        self._ids_by_name = batches.takes_ids_by_name(model)
         self.inventory = Inventory.of(model)
         carry = carry_routing_sums(model, world, precision.dtype)
         example = settings.called(model, world.device, precision)
@@ -186,7 +190,7 @@ class PipelinedModel:
             with self._looking(works):
                 return self.pipeline.run(works, scale=scale)
         except RuntimeError as error:
-            note_in_place(error)
+            note_remedy(error, in_stages=True)
             if self._link.states is not None:
                 self._link.states.explain(error)
             raise
@@ -231,7 +235,11 @@ class PipelinedModel:
         found = []
         for work in works:
             kwargs = {**leave_out_targets(work.kwargs, self.pipeline.module, self._loss_fn)}
-            args = (kwargs.pop("input_ids"),) if "input_ids" in kwargs and not work.args else work.args
+            args = work.args
+            if self._ids_by_name and isinstance(batch.given, Tensor):
+                args, kwargs = (), {"input_ids": args[0], **kwargs}
+            elif not self._ids_by_name and "input_ids" in kwargs and not args:
+                args = (kwargs.pop("input_ids"),)
             found.append(replace(work, args=args, kwargs=kwargs))
         return found
 

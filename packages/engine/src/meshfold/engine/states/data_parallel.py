@@ -173,7 +173,7 @@ class GradientReducer:
 
             return arrive
 
-        self._handles = [b.parameters[-1].register_post_accumulate_grad_hook(hook(b)) for b in self.buckets]
+        self._handles = [_when_accumulated(b.parameters[-1], hook(b)) for b in self.buckets]
 
     def _listen_to_each(self) -> None:
         """Let every parameter call as soon as it has a gradient, which is a part of a sum."""
@@ -181,7 +181,7 @@ class GradientReducer:
             for place, parameter in enumerate(bucket.parameters):
                 self._places[parameter] = bucket, place
                 hook = _PartArrival(self, bucket, place)
-                self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
+                self._handles.append(_when_accumulated(parameter, hook))
 
     def _take_ready(self, bucket: Bucket) -> None:
         """Take the gradients of a bucket whose parameter has called, and of those before it, if all of them are there."""
@@ -263,6 +263,16 @@ def _fill(parameters: Sequence[nn.Parameter], masters: Masters, mesh: Mesh, buck
         if held < bucket_bytes:
             open_buckets[kind] = (members, held)
     return [Bucket(members, [masters.of(p) for p in members], mesh.group(*axes)) for axes, members in filled]
+
+
+def _when_accumulated(parameter: nn.Parameter, hook: Callable[[Tensor], None]) -> Any:
+    """Register a hook for complete gradients, and return its handle; the parameter may be frozen for the moment."""
+    trains = parameter.requires_grad
+    parameter.requires_grad_(True)
+    try:
+        return parameter.register_post_accumulate_grad_hook(hook)
+    finally:
+        parameter.requires_grad_(trains)
 
 
 def _is_shared(parameter: Tensor) -> bool:
