@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from meshfold.engine import Engine, TrainingError
 from meshfold.mesh import CollectiveError, SpecError
-from meshfold.mesh.testing import close_pools, ranks, run_on_ranks
+from meshfold.mesh.testing import RankFailure, close_pools, ranks, run_on_ranks
 
 WORDS, HIDDEN = 11, 8
 IDS = torch.randint(WORDS, (4, 3), generator=torch.Generator().manual_seed(0))
@@ -144,6 +144,47 @@ def test_scripted_parts_are_refused_where_a_model_is_hooked_or_split() -> None:
         with pytest.raises(SpecError, match=f"blocks.1 is traced or scripted .* does not work with {name}"):
             engine_of(scripted(), spec)
     with engine_of(scripted(), dict(data=2)) as engine:
+        engine.train_step(engine.shard_batch((IDS, IDS)))
+
+
+class Mapped(Model):
+    """Calls a block in a transform of torch.func."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        x = x + torch.func.grad(lambda y: self.blocks[0](y).square().sum())(x)
+        y: Tensor = self.head(self.blocks[1](x))
+        return y
+
+
+class Differentiated(Model):
+    """Differentiates its blocks in its forward."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids).detach().requires_grad_()
+        y = x
+        for block in self.blocks:
+            y = block(y)
+        z: Tensor = self.head(torch.autograd.grad(y.sum(), x, create_graph=True)[0])
+        return z
+
+
+@pytest.mark.parametrize(
+    ("make", "spec", "advice"),
+    [
+        (Mapped, dict(data=2, zero=dict(stage=3)), "A transform of torch.func"),
+        (Mapped, dict(tensor=2), "A transform of torch.func"),
+        (Differentiated, dict(pipeline=2), "torch.autograd.grad in a forward ends where its stage begins"),
+    ],
+    ids=["zero 3", "tensor", "pipeline"],
+)
+def test_torchs_error_of_a_transform_says_what_to_change(make: Any, spec: dict[str, Any], advice: str) -> None:
+    with pytest.raises(RankFailure, match=advice):
+        run_on_ranks(2, one_step, make, spec)
+
+
+def one_step(make: Any, spec: dict[str, Any]) -> None:
+    with engine_of(make(), spec) as engine:
         engine.train_step(engine.shard_batch((IDS, IDS)))
 
 

@@ -183,6 +183,16 @@ def test_weights_that_functional_call_puts_in_their_place_get_their_own_gradient
     torch.testing.assert_close(factors[1].grad, factors[0].grad)
 
 
+def test_transforms_of_torch_func_make_their_own_graphs() -> None:
+    plain, split, x = block(), block(), inputs(1)[0]
+    queue = defer_weight_gradients(split)
+    torch.vmap(plain)(x).square().sum().backward()
+    with queue.collecting(0):
+        torch.vmap(split)(x).square().sum().backward()
+    queue.compute(0)
+    assert_close(gradients(split), gradients(plain), 1e-12)
+
+
 def test_hooks_of_parameters_run_and_copies_are_ordinary() -> None:
     split, seen = block(), []
     queue = defer_weight_gradients(split)

@@ -71,7 +71,7 @@ def _listed(parts: list[str]) -> str:
     return ", ".join(parts[:_MOST] + more)
 
 
-_ADVICE = {
+_ADVICE: dict[tuple[str, ...], str] = {
     ("is a view and is being modified inplace",): (
         "A block changes what it is called with in place, and under this spec that is a view of something else: write "
         "x = x + y for x += y, and torch.relu(x) for torch.relu_(x), where x is an argument of the block. What a block has "
@@ -84,7 +84,7 @@ _ADVICE = {
     ),
 }
 """What to change, by words of torch's errors that do not say it."""
-_IN_STAGES = {
+_IN_STAGES: dict[tuple[str, ...], str] = {
     ("appears to not have been used in the graph",): (
         "torch.autograd.grad in a forward ends where its stage begins, which gets its input without a graph: differentiate inside "
         "of one block, or use a spec without pipeline."

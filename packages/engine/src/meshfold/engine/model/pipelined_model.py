@@ -237,7 +237,8 @@ class PipelinedModel:
             kwargs = {**leave_out_targets(work.kwargs, self.pipeline.module, self._loss_fn)}
             args = work.args
             if self._ids_by_name and isinstance(batch.given, Tensor):
-                args, kwargs = (), {"input_ids": args[0], **kwargs}
+                kwargs["input_ids"], *_ = args
+                args = ()
             elif not self._ids_by_name and "input_ids" in kwargs and not args:
                 args = (kwargs.pop("input_ids"),)
             found.append(replace(work, args=args, kwargs=kwargs))

@@ -97,6 +97,7 @@ class _Deferring:
             or (bias is not None and not bias.requires_grad)
             or not may_defer(weight)
             or not may_defer(bias)
+            or torch._C._are_functorch_transforms_active()  # torch.vmap, torch.func.grad: their own graphs
         ):
             return F.linear(x, weight.t() if self._turned else weight, bias)
         free = None if bias is None else bias.detach()
