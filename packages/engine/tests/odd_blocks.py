@@ -204,6 +204,18 @@ class ComputedInside(Block):
         return x + self.down(self.act(torch.func.functional_call(self.up, weights, (self.norm(x),))))
 
 
+class Phases(Model):
+    """A parameter in no module, which is seen as complex numbers."""
+
+    def __init__(self, blocks: nn.Module) -> None:
+        super().__init__(blocks)
+        self.phases = nn.Parameter(torch.randn(WIDTH // 2, 2))
+
+    def chain(self, x: Tensor) -> Tensor:
+        turned = torch.view_as_complex(x.unflatten(-1, (-1, 2))) * torch.view_as_complex(self.phases)
+        return super().chain(torch.view_as_real(turned).flatten(-2))
+
+
 class Keyword(Block):
     def forward(self, *, hidden: Tensor, scale: float) -> Tensor:  # type: ignore[override]
         return super().forward(hidden) * scale
@@ -506,6 +518,7 @@ MODELS: dict[str, Make] = {
     "keywords": partial(kind, Keywords, Keyword),
     "computed": partial(kind, Computed),
     "computed inside": lambda: order(0, 1, 2, 3, block=ComputedInside),
+    "phases": partial(kind, Phases),
     "looping": partial(kind, Looping),
     "twice": partial(kind, Twice),
     "backwards": partial(kind, Backwards),

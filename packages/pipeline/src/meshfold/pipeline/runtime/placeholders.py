@@ -157,7 +157,11 @@ class AbsentParameter(Tensor):
             if getattr(func, "__name__", "") in _LOOKS:
                 return func(*args, **(kwargs or {}))
             plain = tree_map_only(AbsentParameter, _plain, (args, kwargs or {}))
-            return func(*plain[0], **plain[1])
+            try:
+                return func(*plain[0], **plain[1])
+            except RuntimeError:  # may need an element of its own in each place, as torch.view_as_complex does
+                plain = tree_map_only(AbsentParameter, lambda absent: _plain(absent).contiguous(), (args, kwargs or {}))
+                return func(*plain[0], **plain[1])
 
 
 def _plain(absent: AbsentParameter) -> Tensor:
