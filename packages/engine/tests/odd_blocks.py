@@ -216,6 +216,25 @@ class Phases(Model):
         return super().chain(torch.view_as_real(turned).flatten(-2))
 
 
+class Widening(Block):
+    """May return a wider tensor than it gets."""
+
+    def __init__(self, widens: bool) -> None:
+        super().__init__()
+        self.widens = widens
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return torch.cat([y, x], -1) if self.widens else y
+
+
+def widening(before: int) -> Model:
+    """Its last block returns what no other block gets."""
+    model = Model(nn.ModuleList([*(Widening(False) for _ in range(before)), Widening(True)]))
+    model.head = nn.Linear(2 * WIDTH, VOCABULARY)
+    return model
+
+
 class Keyword(Block):
     def forward(self, *, hidden: Tensor, scale: float) -> Tensor:  # type: ignore[override]
         return super().forward(hidden) * scale
@@ -519,6 +538,8 @@ MODELS: dict[str, Make] = {
     "computed": partial(kind, Computed),
     "computed inside": lambda: order(0, 1, 2, 3, block=ComputedInside),
     "phases": partial(kind, Phases),
+    "widening": partial(widening, 1),
+    "widening last": partial(widening, 3),
     "looping": partial(kind, Looping),
     "twice": partial(kind, Twice),
     "backwards": partial(kind, Backwards),

@@ -91,14 +91,17 @@ class OutputForms:
 
     def __init__(self) -> None:
         self._seen: dict[int, OutputForm] = {}
+        self._none: dict[int, ChainError] = {}  # blocks without one, and why
 
     def note(self, index: int, learn: Callable[[int], OutputForm]) -> OutputForm:
         """Record the form of a block, which ``learn`` calls. If it cannot run on placeholders, it gets the first block's."""
         try:
             form = learn(index)
-        except Exception:
+        except Exception as error:
             if not self._seen:
                 raise
+            if isinstance(error, ChainError):
+                self._none[index] = error
             form = next(iter(self._seen.values()))
         self._seen[index] = form
         return form
@@ -121,18 +124,21 @@ class OutputForms:
         same = next((form for other, form in known.items() if self._alike(other, index)), None)
         if same is not None:
             return same
-        mine = next((other for other in here if self._alike(other, index)), None)
+        mine = next((other for other in here if self._alike(other, index) and other not in self._none), None)
         if mine is None and index in self._seen:
             return self._seen[index]
         return learn(here[0] if mine is None else mine)
 
     def check(self, ranks: Sequence[Sequence[int]]) -> None:
-        """Raise a ChainError for a rank that cannot build the output of another rank's block.
+        """Raise a ChainError for a block without a form before the last, or a rank that cannot build another one's output.
 
         Args:
             ranks: the blocks that each will have.
         """
         last = max(max(own) for own in ranks)
+        for index, error in self._none.items():
+            if index < last or any(len(own) == 1 and last in own for own in ranks):
+                raise error
         for index, form in self._seen.items():
             if index == last or not form.has_more:  # the last block passes nothing on
                 continue
