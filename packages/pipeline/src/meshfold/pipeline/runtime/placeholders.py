@@ -69,7 +69,7 @@ def check_own_parameters(block: nn.Module, index: int) -> None:
         return
     for path, module in block.named_modules():
         for name, parameter in module._parameters.items():
-            if type(parameter) is Tensor:
+            if type(parameter) is Tensor and _ZEROS not in parameter.__dict__:
                 raise ChainError(
                     f"block {index} is called with a computed tensor as its {path + '.' if path else ''}{name}, as "
                     "torch.func.functional_call does. A stage that begins with this block would compute it without a graph, and "
@@ -124,6 +124,8 @@ DTYPES = (
 """Dtypes by the number under which ranks exchange them"""
 LARGE = 2**20
 """Parameters with more elements than this are represented by one element"""
+_ZEROS = "_meshfold_zeros"
+"""attribute of the zeros that stand for a tensor which is not on the device"""
 _LOOKS = {"__get__", "size", "dim", "numel", "element_size", "is_floating_point", "__repr__", "stride"}
 
 
@@ -235,6 +237,7 @@ def zeros_in_place(modules: Sequence[nn.Module], device: torch.device) -> Iterat
         large = value.is_floating_point() and value.numel() > LARGE
         zeros = torch.zeros(() if large else value.shape, dtype=value.dtype, device=device)
         registry[name] = zeros.expand(value.shape)
+        registry[name].__dict__[_ZEROS] = True
         meta = metadata(value)
         if meta is not None:
             annotate(registry[name], meta)
