@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from argparse import Namespace
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from benchmarks.common import write
 from benchmarks.foresight import report
 from benchmarks.foresight.configurations import GiB, configurations, planned, runnable
 from benchmarks.foresight.first_choice import FirstChoice
@@ -97,6 +98,17 @@ def test_the_first_by_plan_is_judged_beside_the_fastest_measured() -> None:
     assert report.firsts_of(full)[0].ratio == float("inf") and "did not run" in report.described(full)
     good = of_one_model(result((1.0, 0, ran(1.04)), (1.1, 0, ran(1.0))))
     assert report.verdict_lines(good)[-1][1]
+
+
+def test_a_result_has_the_machine_that_was_planned_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that plans can be made again where it is not."""
+    out = tmp_path / "foresight.json"
+    monkeypatch.setattr("benchmarks.foresight.run.measure", lambda chosen, result, args, folder: write(out, result))
+    words = ["--only", "cpu-gpt", "--machine", "laptop", "--device", "cpu", "--out", str(out)]
+    assert main(words) == 1  # nothing was measured
+    found = json.loads(out.read_text())
+    assert found["calibrated"] == {"1": json.loads(json.dumps(asdict(find_machine("laptop"))))}
+    assert found["configurations"]["cpu-gpt"]["planned"]["seconds"] > 0
 
 
 def test_the_report_writes_table_and_plot(tmp_path: Path) -> None:

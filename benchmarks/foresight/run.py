@@ -44,10 +44,11 @@ def main(argv: Sequence[str]) -> int:
     check_out(args.out)
     with tempfile.TemporaryDirectory(prefix="foresight-") as folder:
         # Links differ with the number of ranks, and so does a rank's share of a host: one machine for each number.
-        chosen = _chosen(known, args, Path(folder))
+        chosen, machines = _chosen(known, args, Path(folder))
         if not chosen:
             raise SystemExit("no configuration fits the ranks and the memory here; see --list, --device and --ranks")
         result = _opened(args)
+        result.setdefault("calibrated", {}).update({str(ranks): asdict(one) for ranks, one in machines.items()})
         for name, (one, foreseen) in chosen.items():
             result["configurations"][name] = {"configuration": asdict(one), "planned": foreseen, "runs": []}
         measure(chosen, result, args, Path(folder))
@@ -102,8 +103,8 @@ def _opened(args: argparse.Namespace) -> dict[str, Any]:
 
 def _chosen(
     known: Mapping[str, Configuration], args: argparse.Namespace, folder: Path
-) -> dict[str, tuple[Configuration, dict[str, Any]]]:
-    """Return the configurations to measure, with what is planned for each."""
+) -> tuple[dict[str, tuple[Configuration, dict[str, Any]]], dict[int, Machine]]:
+    """Return the configurations to measure, with what is planned for each, and the machine that is planned for by ranks."""
     names = args.only or list(known)
     if strangers := [name for name in names if name not in known]:
         raise SystemExit(f"there is no configuration {strangers[0]!r}; --list shows them")
@@ -126,7 +127,7 @@ def _chosen(
             continue
         chosen[name] = (one, {"seconds": foreseen.seconds, "bytes": foreseen.bytes})
         print(f"{name:<26} planned {foreseen.seconds:.4g} s, {foreseen.bytes / 2**30:.3f} GiB", flush=True)
-    return chosen
+    return chosen, machines
 
 
 def _machine(args: argparse.Namespace, ranks: int, folder: Path) -> Machine:
