@@ -89,9 +89,10 @@ def test_operators_have_the_sides_and_names_that_are_measured() -> None:
     assert names == {"aten.add": 2, "norms.whole": 1}
 
 
-def test_a_gpu_widens_scores_inside_of_the_softmax() -> None:
-    """And a CPU before it: a copy in float32 that is counted."""
-    scores = torch.empty(8, 16, dtype=torch.bfloat16, device="meta", requires_grad=True)
+@pytest.mark.parametrize(("dtype", "on_gpu"), [(torch.float16, 0), (torch.bfloat16, 3 * 2)])
+def test_a_gpu_widens_scores_inside_of_the_softmax(dtype: torch.dtype, on_gpu: int) -> None:
+    """Of float16, not of bfloat16; a CPU widens both before it: a copy in float32 that is counted."""
+    scores = torch.empty(8, 16, dtype=dtype, device="meta", requires_grad=True)
     found = {}
     for kind in ("gpu", "cpu"):
         with DryRun() as run, Work.counted(run, kind=kind) as counter:
@@ -100,8 +101,8 @@ def test_a_gpu_widens_scores_inside_of_the_softmax() -> None:
                 weights.backward(weights.detach())
                 assert weights.dtype is torch.float32
         found[kind] = sum(count for one, count in counter.counts.items() if one.name == "aten._to_copy")
-    assert found == {"gpu": 0, "cpu": 3 * 2}
-    assert scores.grad is not None and scores.grad.dtype is torch.bfloat16
+    assert found == {"gpu": on_gpu, "cpu": 3 * 2}
+    assert scores.grad is not None and scores.grad.dtype is dtype
 
 
 def test_products_that_are_added_in_place_are_counted() -> None:

@@ -99,7 +99,7 @@ class DryRun(TorchFunctionMode):
     Attributes:
         active: the one that is entered, if any.
         counter: of the operators that run, given attention too; None: nothing is counted.
-        on_gpu: operators are those of a GPU, whose softmax widens 16 bits to float32 by itself.
+        on_gpu: operators are those of a GPU, whose softmax widens float16 to float32 by itself.
     """
 
     active: ClassVar[DryRun | None] = None
@@ -198,8 +198,8 @@ _SOFTMAX = (torch.softmax, Tensor.softmax, F.softmax)
 def _widening_softmax(
     input: Tensor, dim: int | None = None, *_: object, dtype: torch.dtype | None = None, **__: object
 ) -> Tensor | None:
-    """Return a softmax in float32 of 16 bits as one operator, on the meta device; None for any other."""
-    if not input.is_meta or dim is None or dtype is not torch.float32 or input.element_size() != 2:
+    """Return a softmax in float32 of float16 as one operator, on the meta device; None for any other."""
+    if not input.is_meta or dim is None or dtype is not torch.float32 or input.dtype is not torch.float16:
         return None
     return torch._softmax(input, dim, True)
 
