@@ -36,10 +36,10 @@ def fuse_composed(model: nn.Module, *, always: bool) -> list[ReplacedForward]:
     return found
 
 
-def _forward(module: nn.Module, own: Activation, always: bool, x: Tensor) -> Tensor:
-    if runs_fused(x, always):
-        return own(x)
-    result: Tensor = type(module).forward(module, x)
+def _forward(module: nn.Module, own: Activation, always: bool, *args: Any, **kwargs: Any) -> Tensor:
+    if not kwargs and len(args) == 1 and runs_fused(args[0], always):
+        return own(args[0])
+    result: Tensor = type(module).forward(module, *args, **kwargs)
     return result
 
 

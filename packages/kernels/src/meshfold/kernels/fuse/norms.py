@@ -125,12 +125,13 @@ def runs_norm(module: nn.Module) -> bool:
     return forward is None or (isinstance(forward, partial) and forward.func is _forward)
 
 
-def _forward(module: nn.Module, norm: Norm, always: bool, x: Tensor) -> Tensor:
+def _forward(module: nn.Module, norm: Norm, always: bool, *args: Any, **kwargs: Any) -> Tensor:
     parameters: Any = module._parameters
-    if not runs_fused(x, always) or not norm.takes(x, parameters):
-        result: Tensor = type(module).forward(module, x)
+    # Called with more, it may compute something else, as a norm that also takes a gate does.
+    if kwargs or len(args) != 1 or not runs_fused(args[0], always) or not norm.takes(args[0], parameters):
+        result: Tensor = type(module).forward(module, *args, **kwargs)
         return result
-    return norm.of(x, parameters, module.__dict__.get(FP8_SOURCE))
+    return norm.of(args[0], parameters, module.__dict__.get(FP8_SOURCE))
 
 
 def _shapes(module: nn.Module) -> dict[str, torch.Size]:
