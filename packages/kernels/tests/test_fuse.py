@@ -291,15 +291,15 @@ def test_a_sum_is_made_by_the_norm_behind_it(case: str, monkeypatch: pytest.Monk
 class GatedNorm(ScaledNorm):
     """Mamba 2's: a norm that may also be given a gate."""
 
-    def forward(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
-        return super().forward(x if gate is None else x * torch.sigmoid(gate))
+    def forward(self, hidden: Tensor, gate: Tensor | None = None) -> Tensor:
+        return super().forward(hidden if gate is None else hidden * torch.sigmoid(gate))
 
 
-class ScaledGELU(nn.Module):
+class ScaledSwish(nn.Module):
     """An activation of several operations that may also be given a scale."""
 
-    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
-        return 0.5 * x * (1 + torch.erf(x / 2**0.5)) * scale
+    def forward(self, hidden: Tensor, scale: float = 1.0) -> Tensor:
+        return hidden * torch.sigmoid(hidden) * scale
 
 
 @pytest.mark.parametrize("more", [dict(gate=torch.ones(WIDTH)), {}])
@@ -309,17 +309,17 @@ def test_a_norm_that_is_given_more_than_its_input_runs_its_own_code(more: dict[s
     x = torch.randn(2, 3, WIDTH)
     want = model[0](x, **more)
     assert fuse(model, **ALWAYS).modules["norm"] == ("0",)
-    for got in (model[0](x, *more.values()), model[0](x, **more), model[0](x=x, **more)):
+    for got in (model[0](x, *more.values()), model[0](x, **more), model[0](hidden=x, **more)):
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 
 
 def test_an_activation_that_is_given_more_than_its_input_runs_its_own_code() -> None:
-    model = nn.Sequential(ScaledGELU())
+    model = nn.Sequential(ScaledSwish())
     x = torch.randn(2, 3, WIDTH)
     want = model[0](x, 2.0)
     fuse(model, **ALWAYS)
     assert "forward" in model[0].__dict__
-    for got in (model[0](x, 2.0), model[0](x=x, scale=2.0), 2 * model[0](x)):
+    for got in (model[0](x, 2.0), model[0](hidden=x, scale=2.0), 2 * model[0](x)):
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 
 
