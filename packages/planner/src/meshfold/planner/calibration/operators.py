@@ -55,13 +55,12 @@ def calls_of(device: torch.device, kind: str, effort: Effort, dtype: torch.dtype
     size = effort.memory_bytes if kind == "gpu" else effort.memory_bytes // 4
     rows = max(_COLUMNS, size // _COLUMNS // dtype.itemsize // _COLUMNS * _COLUMNS)
     x, y, z = (torch.full((rows, _COLUMNS), 0.5, dtype=dtype, device=device) for _ in range(3))
-    wide = x.float() if dtype.itemsize < 4 else x
+    wide = x.float() if dtype.itemsize < 4 else x  # as models compute probabilities
     scores = x.view(-1, _COLUMNS, _COLUMNS)
     hidden = torch.ones(_COLUMNS, _COLUMNS, dtype=torch.bool, device=device).triu(1)
     weight, bias = (torch.ones(_COLUMNS, dtype=dtype, device=device, requires_grad=True) for _ in range(2))
     normed = x.detach().requires_grad_()
     by_head = x.view(-1, _COLUMNS, _HEADS, _COLUMNS // _HEADS).transpose(1, 2)
-    fused = dtype is torch.float16 and kind == "gpu"  # a GPU widens them, not bfloat16, inside of the softmax
 
     def norm() -> None:
         torch.autograd.grad(layer_norm(normed, weight, bias), (normed, weight, bias), y)
@@ -75,8 +74,8 @@ def calls_of(device: torch.device, kind: str, effort: Effort, dtype: torch.dtype
         lambda: torch.cat((x, y, z), 1),
         lambda: by_head.contiguous(),
         lambda: scores.masked_fill(hidden, 0.0),
-        lambda: torch._softmax(scores, -1, fused),
-        lambda: aten._softmax_backward_data(wide, wide, -1, dtype),
+        lambda: torch.softmax(wide, -1),
+        lambda: aten._softmax_backward_data(wide, wide, -1, wide.dtype),
         norm,
     ]
     if dtype.itemsize < 4:
