@@ -145,12 +145,7 @@ def train(settings: TrainSettings, inputs: Inputs, progress: Progress) -> list[d
 @report_errors  # inside the engine, so that an error is reported before the watchdog closes
 def _train(engine: Engine, settings: TrainSettings, inputs: Inputs, progress: Progress) -> list[dict[str, Any]]:
     """Run :func:`train` with a given engine."""
-    if engine.loaded is not None:
-        progress.say(str(engine.loaded).partition("\n")[0])
-    if engine.compiled_blocks is not None:
-        progress.say(str(engine.compiled_blocks))
-    if engine.fp8_layers is not None:
-        progress.say(str(engine.fp8_layers))
+    _describe(engine, progress)
     first, checkpoints = 0, settings.checkpoints
     path = checkpoints.place(0)
     if settings.resume:
@@ -214,16 +209,31 @@ def _train(engine: Engine, settings: TrainSettings, inputs: Inputs, progress: Pr
         return metrics.rows
     if saved > first:
         progress.say(f"checkpoint: {path}")
+        if engine.mesh.rank == 0:
+            _draw(settings, inputs, progress)
     else:
         progress.say(f"nothing to do: the checkpoint is at step {first}, and step {settings.last_step} is the last")
-    if engine.mesh.rank == 0 and saved > first:
-        _draw(settings, inputs, progress)
+    _write_sample(engine, settings, inputs, progress)
+    return metrics.rows
+
+
+def _describe(engine: Engine, progress: Progress) -> None:
+    """Say what was loaded, compiled and put into fp8."""
+    if engine.loaded is not None:
+        progress.say(str(engine.loaded).partition("\n")[0])
+    if engine.compiled_blocks is not None:
+        progress.say(str(engine.compiled_blocks))
+    if engine.fp8_layers is not None:
+        progress.say(str(engine.fp8_layers))
+
+
+def _write_sample(engine: Engine, settings: TrainSettings, inputs: Inputs, progress: Progress) -> None:
+    """Generate a text after the prompt of the settings, if there is one, show it and write it to a file."""
     if settings.prompt is not None and inputs.tokenizer is not None:
         text = sample(engine, inputs.tokenizer, settings)
         if engine.mesh.rank == 0:
             (Path(settings.out) / "sample.txt").write_text(text, encoding="utf-8")
         progress.say(f"\na sample of what it writes after {settings.prompt!r}:\n\n{text}\n")
-    return metrics.rows
 
 
 def _load(engine: Engine, settings: TrainSettings, path: Path) -> None:
