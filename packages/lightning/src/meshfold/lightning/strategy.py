@@ -15,7 +15,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from meshfold.engine.model import AsGiven
 from meshfold.engine.precision import ScaleSettings
 from meshfold.engine.world import World
-from meshfold.lightning.checkpoints import SESSION, CheckpointStrategy
+from meshfold.lightning.checkpoint_strategy import SESSION, CheckpointStrategy
 from meshfold.lightning.environment import is_set_by_launcher
 from meshfold.lightning.precision import MeshfoldPrecision
 from meshfold.lightning.session import Session, recorded_init
