@@ -138,6 +138,7 @@ def test_a_gradient_is_whole_while_ranks_sum_it() -> None:
     assert several[2, 1].tolist() == [0, 0, 0, 0, 20_000, 20_000, 20_000, 0]
     whole = gpu_kinds(replace(found, accumulation=4, stage=1))["gradients"]
     assert whole[2, 1].tolist() == [16_000, 16_000, 16_000, 16_000, 16_000, 20_000, 20_000, 16_000]
+    assert several[0, 1].tolist() == [20_000, 0, 0, 0, 0, 0, 0, 20_000]  # in the forward of the next micro-step
     alone = work(seen, *(replace(one, gathered_elems=one.elems) for one in chunks))
     assert gpu_kinds(alone)["gradients"][2, 1].tolist() == [0, 0, 0, 0, 2000, 2000, 0, 0]
 

@@ -81,7 +81,7 @@ def _gradient_bytes(chunk: ChunkCost, workload: Workload) -> Floats:
     if workload.adds_up_on_device:
         out[:] = whole
     if chunk.elems < chunk.gathered_elems and not workload.whole_gradients:
-        under_way = slice(end + 1, workload.summed_until(end) + 1)
+        under_way = workload.summed_in(end)
         out[:, under_way] = whole + shard
         if summed and not workload.adds_up_on_device:
             out[0, under_way] += shard

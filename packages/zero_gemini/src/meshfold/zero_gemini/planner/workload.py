@@ -256,10 +256,15 @@ class Workload:
         """Return the timestep from which on data used at ``timestep`` is on the GPU."""
         return ready_from(timestep, self.light_timesteps, self.prefetch_timesteps)
 
-    def summed_until(self, timestep: int) -> int:
-        """Return the last timestep in which the ranks may still sum a gradient whose reduction began at ``timestep``."""
-        coming = (later in self.light_timesteps for later in range(timestep + 1, self.timesteps))
-        return timestep + reach(coming, self.drain_timesteps)
+    def summed_in(self, timestep: int) -> list[int]:
+        """Return the timesteps in which ranks may still sum a gradient whose reduction began at ``timestep``.
+
+        The forward of the next micro-step follows on the backward.
+        """
+        later = [*range(timestep + 1, self.timesteps)]
+        if self.accumulation > 1 and not self.adds_up_on_device:
+            later += range(self.forward_timesteps)
+        return later[: reach((each in self.light_timesteps for each in later), self.drain_timesteps)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -38,7 +38,7 @@ class Runtime:
         is_quiet: hooks do nothing.
         capture: captures what the hooks do; None if they only do it.
         needs_memory: called before a forward of the model that is not captured, and with True before chunks move; None: nothing.
-        on_entered: called whenever backward enters a unit, before its chunks are gathered; None: nothing.
+        on_entered: called when a unit is entered in training, before its chunks are gathered; None: nothing.
     """
 
     def __init__(
@@ -288,7 +288,7 @@ class Runtime:
             if torch.is_grad_enabled() or self._in_backward:
                 self._seen.append(unit)
                 self._seen_forward += not self._in_backward
-            if self._in_backward and self.on_entered is not None:
+            if self.on_entered is not None:
                 self.on_entered()
         wanted = self._read((inside, self._reads[inside]) for inside in self._inside)
         ahead = self._read(self._next()) if self._expects(unit) else {}

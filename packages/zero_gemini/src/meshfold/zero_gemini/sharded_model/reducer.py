@@ -75,6 +75,7 @@ class GradientFlow:
         self._under_way: deque[tuple[int, ChunkGradient]] = deque()
         sizes = (chunk.spec.size_elems * gradient.dtype.itemsize for chunk, gradient in gradients.items())
         self._largest_bytes = max(sizes, default=0)
+        self._left: list[ChunkGradient] = []  # whose reductions were pending at the end of the last backward
         self._in_parts: set[ChunkGradient] = set()  # some of their gradients came in a nested backward
         self._in_backward = False
         self._came = False  # a gradient arrived since ``expect``
@@ -171,12 +172,16 @@ class GradientFlow:
         return len(self._under_way) > 2 and free is not None and free < 2 * self._largest_bytes
 
     def collect_earlier(self) -> None:
-        """Finish the reductions that had a unit's backward to run in, and free their inputs.
+        """Finish the reductions that had a unit's backward to run in, or the next forward of one, and free their inputs.
 
-        The next reduction finishes them too, but may be far: that of a chunk that several units use, or one with many.
+        The next reduction finishes them too, but may be far: that of a chunk of several units, or in another micro-step.
         """
         if self.capture is not None:
             return  # nothing is pending
+        if self._left and self._runtime.computes_since(0):
+            for gradient in self._left:
+                gradient.collect()
+            self._left.clear()
         while self._under_way and self._runtime.computes_since(self._under_way[0][0]):
             self._collect_first()
 
@@ -208,6 +213,7 @@ class GradientFlow:
         if self.kind == "final" or self._speculating is not None:
             while self._under_way:
                 self._collect_first()
+        self._left = [gradient for _, gradient in self._under_way if gradient.is_pending]
         self._reset()
         for gradient in self._gradients.values():
             gradient.begin()
@@ -317,6 +323,7 @@ class GradientFlow:
 
     def abandon(self) -> None:
         """Drop all gradients after a backward that raised."""
+        self._left.clear()
         self._reset()
         self.forget()
 
