@@ -195,7 +195,7 @@ def new_head(folder: str, parallel: dict[str, Any]) -> dict[str, Tensor]:
 
 def test_a_new_head_is_the_same_under_every_spec_and_told(tmp_path: Path) -> None:
     folder = folder_of("bert", tmp_path)
-    with pytest.warns(UserWarning, match="newly made from the seed") as caught:
+    with pytest.warns(UserWarning, match="initialised from the seed") as caught:
         engine = Engine(pretrained(folder, model_class="BertForSequenceClassification", num_labels=5))
     assert engine.loaded is not None
     assert engine.loaded.new == (

@@ -70,7 +70,7 @@ def test_splits_of_a_saved_dictionary_are_used(tmp_path: Path) -> None:
     end = BYTES.end
     assert np.asarray(found.tokens).tolist() == [97, end, 98, 98, end, 99, 99, 99, end]
     assert found.validation_tokens == 4
-    assert "validated with the split that is there for it" in found.notes
+    assert "validated on the dataset's validation split" in found.notes
     (tmp_path / "saved" / "dataset_dict.json").write_text('{"splits": ["test"]}')
     with pytest.raises(SpecError, match="has the splits test and no 'train'"):
         tokens_of(tmp_path / "saved")

@@ -97,9 +97,9 @@ class SharedPrompts:
         if not self.on or self.why_not:
             return f"prompts are computed for each completion{': ' if self.why_not else ''}{self.why_not}"
         if not self.unshared_tokens:
-            return f"prompts are computed once a {self._what}"
+            return f"prompts are computed once per {self._what}"
         return (
-            f"prompts are computed once a {self._what}: {self.tokens:,} tokens instead of {self.unshared_tokens:,} "
+            f"prompts are computed once per {self._what}: {self.tokens:,} tokens instead of {self.unshared_tokens:,} "
             f"({1 - self.tokens / self.unshared_tokens:.0%} saved)"
         )
 

@@ -72,7 +72,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="draw what is on a device at every timestep under zero, or a schedule: .svg, .png",
     )
     parser.add_argument("--trace", metavar="FILE.json", help="the same for chrome://tracing")
-    parser.add_argument("--report", action="store_true", help="also show what becomes of each submodule")
+    parser.add_argument("--report", action="store_true", help="also show how each submodule is split")
     parser.add_argument("--json", action="store_true", help="print JSON, bytes and seconds as plain numbers")
     add_folding(parser)
 

@@ -179,7 +179,7 @@ def _add_output(out: argparse._ArgumentGroup) -> None:
     out.add_argument("--prompt", metavar="TEXT", help="at the end, generate text after TEXT")
     out.add_argument("--sample-tokens", type=positive, metavar="N", help="how far (200)")
     out.add_argument("--no-plan", action="store_true", help="do not print the plan first")
-    out.add_argument("--report", action="store_true", help="with the plan, what becomes of each submodule")
+    out.add_argument("--report", action="store_true", help="with the plan, how each submodule is split")
     out.add_argument("--json", action="store_true", help="print a line of JSON a step, all else on standard error")
 
 

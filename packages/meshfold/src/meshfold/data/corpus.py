@@ -255,7 +255,7 @@ def _records(
     tokens, numbers = known
     notes = [f"{numbers['records']:,} records of {_files(len(stamps))}"]
     if any(part.aside for part in parts):
-        notes.append("validated with the split that is there for it")
+        notes.append("validated on the dataset's validation split")
     return Corpus(tokens=tokens, train_tokens=numbers["train_tokens"], notes=tuple(notes))
 
 

@@ -37,13 +37,13 @@ class Loaded:
     def __str__(self) -> str:
         lines = [f"{self.tensors} tensors of {self.name} from {self.folder}"]
         if self.new:
-            lines.append(f"newly made from the seed, since the folder lacks them: {', '.join(self.new)}")
+            lines.append(f"initialised from the seed, since the folder lacks them: {', '.join(self.new)}")
         lines += [
-            f"newly made from the seed, since its shape is {there} in the folder and {here} in the model: {name}"
+            f"initialised from the seed, since its shape is {there} in the folder and {here} in the model: {name}"
             for name, (there, here) in self.mismatched.items()
         ]
         if self.unused:
-            lines.append(f"not used of the folder: {', '.join(self.unused)}")
+            lines.append(f"in the folder and not used: {', '.join(self.unused)}")
         return "\n".join(lines)
 
     @property

@@ -98,9 +98,11 @@ def memory_table(found: Estimate) -> str:
     if zero:
         note = f"of {found.local_parameters:,}, in chunks: what stays and what is gathered at the peak"
     kept = (
-        "and all else that computing takes" if zero else "and all else then: attention without scores, cuBLAS, buffers"
+        "and everything else that computing needs"
+        if zero
+        else "and everything else then: attention without scores, cuBLAS, buffers"
     )
-    none = "" if memory.gradients else "none yet in the first forward, which is fullest"
+    none = "" if memory.gradients else "none yet in the first forward, when memory peaks"
     rows = [
         ("parameters", memory.parameters, note),
         ("master weights", memory.masters, ""),
