@@ -166,3 +166,63 @@ def penalised() -> None:
 def test_a_penalty_on_all_weights_is_refused_in_stages() -> None:
     with pytest.raises(RankFailure, match="goes through all parameters of Penalised"):
         run_on_ranks(2, penalised)
+
+
+def with_a_penalty(spec: dict[str, Any]) -> None:
+    """Try a step with a loss that reads the model's weights."""
+    model = Checkpointing(False)
+
+    def penalised_loss(logits: Tensor, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return loss_fn(logits, batch) + 0.1 * sum(parameter.square().sum() for parameter in model.parameters())
+
+    optimizer = dict(name="sgd", lr=RATE)
+    with Engine(model, spec, precision="fp64", optimizer=optimizer, loss_fn=penalised_loss) as engine:
+        engine.train_step((IDS, IDS))
+
+
+@pytest.mark.parametrize(
+    ("spec", "why"),
+    [
+        (dict(tensor=2), "in a loss_fn, computes with a parameter of which this rank has a part"),
+        (
+            dict(tensor=dict(mode="2d", grid=(1, 2))),
+            "in a loss_fn, computes with a parameter of which this rank has a part",
+        ),
+        (dict(pipeline=2), "goes through all parameters of Checkpointing, of which a stage has a part"),
+    ],
+    ids=["1d", "2d", "pipeline"],
+)
+def test_a_loss_with_a_penalty_on_parts_of_weights_is_refused(spec: dict[str, Any], why: str) -> None:
+    with pytest.raises(RankFailure, match=why):
+        run_on_ranks(2, with_a_penalty, spec)
+
+
+class Headless(Checkpointing):
+    """Its loss_fn calls the head."""
+
+    def __init__(self) -> None:
+        super().__init__(False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@pytest.mark.parametrize("spec", [dict(data=2), dict(tensor=2), dict(data=2, zero=dict(stage=3))], ids=str)
+@ranks(2)
+def test_a_loss_may_call_modules_and_look_at_parameters(spec: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    model = Headless().double()
+
+    def of_hidden(x: Tensor, batch: tuple[Tensor, Tensor]) -> Tensor:
+        assert all(parameter.requires_grad and parameter.dim() for parameter in model.parameters())
+        return loss_fn(model.head(x), batch)
+
+    serial = Headless().double()
+    serial.load_state_dict(model.state_dict())
+    wanted = loss_fn(serial.head(serial(IDS)), (IDS, IDS))
+    optimizer = dict(name="sgd", lr=RATE)
+    with Engine(model, spec, precision="fp64", optimizer=optimizer, loss_fn=of_hidden) as engine:
+        assert engine.train_step(engine.shard_batch((IDS, IDS))) == pytest.approx(float(wanted.detach()), rel=1e-12)

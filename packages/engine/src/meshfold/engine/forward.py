@@ -15,6 +15,7 @@ from meshfold.engine.batches.branches import BranchMask
 from meshfold.engine.batches.loss import LossCalls, fields_of, leave_out_targets
 from meshfold.engine.batches.observed_mean import check_rows_apart, observed_mean
 from meshfold.engine.batches.packed import OwnDocuments
+from meshfold.engine.batches.parameter_reads import ParameterReads
 from meshfold.engine.batches.sharding import Shares
 from meshfold.engine.batches.shown import called, note_remedy, rows_of_tables
 from meshfold.engine.model.checks import Frozen
@@ -72,7 +73,7 @@ class Forward:
         self._names_taken, self._ids_by_name = batches.names_taken(model), batches.takes_ids_by_name(model)
         self._ignores_labels = batches.ignores_labels(model)
         self._ignored = IGNORE_INDEX
-        self._frozen = Frozen(model)
+        self._frozen, self._reads = Frozen(model), ParameterReads()
         # Determined once: a loss always averages over the same things.
         self._looks = world.data_size > 1
         self._documents, self._branches = OwnDocuments(model, own_loss=loss_fn is not None), BranchMask(model)
@@ -175,7 +176,8 @@ class Forward:
         Raises:
             SpecError: if there is none.
         """
-        return batches.loss_of(output, work, self._loss_fn)
+        with self._reads.in_first_call():
+            return batches.loss_of(output, work, self._loss_fn)
 
     def loss(self, work: batches.Batch, shares: Counted) -> Tensor:
         """Return this data coordinate's mean loss in float64; 0 if no target counts here.

@@ -15,6 +15,7 @@ from meshfold.checkpoint.state import modules_with_extra_state
 from meshfold.engine.batches import batch as batches
 from meshfold.engine.batches.loss import LossCalls, leave_out_targets
 from meshfold.engine.batches.observed_mean import check_microbatches
+from meshfold.engine.batches.parameter_reads import ParameterReads
 from meshfold.engine.batches.shown import called, note_remedy
 from meshfold.engine.model.carried_sums import carry_routing_sums
 from meshfold.engine.precision import Precision
@@ -157,7 +158,7 @@ class PipelinedModel:
                 microbatches=spec.microbatches,
                 chunks=spec.chunks if free else None,
                 waves=spec.waves,
-                loss_fn=None if settings.loss_fn is None else partial(_loss, settings.loss_fn),
+                loss_fn=None if settings.loss_fn is None else partial(_loss, settings.loss_fn, ParameterReads()),
                 partition=PartitionConfig(axis=PIPE, example=example, device=world.device, fill=fill),
                 reduce=link.complete,
                 replicas=_replicas(world, precision, link.shapes_only),
@@ -267,10 +268,11 @@ class _StatesLink:
             yield
 
 
-def _loss(loss_fn: Callable[[Any, Any], Tensor] | None, output: Any, given: Any) -> Tensor:
+def _loss(loss_fn: Callable[[Any, Any], Tensor] | None, reads: ParameterReads, output: Any, given: Any) -> Tensor:
     """Return the model's own loss, or that of ``loss_fn``."""
     whole = batches.Batch(args=(), kwargs={}, given=given, rows=1, targets=None)
-    return batches.loss_of(output, whole, loss_fn)
+    with reads.in_first_call():
+        return batches.loss_of(output, whole, loss_fn)
 
 
 def _replicas(world: World, precision: Precision, around_trial: Callable[[], AbstractContextManager[None]]) -> Replicas:

@@ -136,14 +136,14 @@ class Stage:
         """
         loss = None
         with self._loss_waits():
-            with nullcontext() if self._looked_at else without_parameter_walks(self._partition.model):
+            looks, self._looked_at = not self._looked_at, True
+            with without_parameter_walks(self._partition.model) if looks else nullcontext():
                 output, inputs = self.run(work, plan, received)
-            if not self._looked_at:
-                self._looked_at = True
-                self._check_values(output, received)
-            if self.is_last:
-                loss = self._loss_of(output, work.given)
-                output = [loss]
+                if looks:
+                    self._check_values(output, received)
+                if self.is_last:
+                    loss = self._loss_of(output, work.given)
+                    output = [loss]
         if loss is None:
             self._check(output, plan)
         # Keep graph edges, not tensors, so that a sent tensor can be freed here.
