@@ -3,8 +3,8 @@
 `meshfold bench folding` runs 12 blocks of AlphaFold's size in bfloat16, forward and backward, on 128 sequences of 256 residues;
 `--sizes 512x384 --recompute blocks` are those of fine-tuning; `--ranks 2` runs over two GPUs, `--ranks 4 --grid 2x2` over a grid of
 four. `--case esmfold` runs blocks of ESMFold's trunk at inference on chains of `--lengths`, `--case longest` on the longest chain
-that fits into `--gib` of each GPU. Results of one `--out` are compared. JSON has times, power, clock and memory; `--report FILE.json`
-makes the table from it.
+that fits into `--gib` of each GPU. Results of one `--out` are compared. JSON has times, power, clock and memory;
+`--report FILE.json` makes the table from it.
 """
 
 from __future__ import annotations
