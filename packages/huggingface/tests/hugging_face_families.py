@@ -90,6 +90,21 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             attention_probs_dropout_prob=0.0,
         ),
     ),
+    "mbart": (
+        "MBartForConditionalGeneration",
+        dict(
+            **IDS,
+            d_model=32,
+            encoder_layers=2,
+            decoder_layers=2,
+            encoder_attention_heads=4,
+            decoder_attention_heads=4,
+            encoder_ffn_dim=64,
+            decoder_ffn_dim=64,
+            max_position_embeddings=32,
+            dropout=0.0,
+        ),
+    ),
     "t5": (
         "T5ForConditionalGeneration",
         dict(
@@ -105,6 +120,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 """Class and sizes, by what the tests call them."""
+SEQ2SEQ = ("mbart", "t5")
 CAUSAL = (
     "opt",
     "gpt2",

@@ -24,6 +24,8 @@ from meshfold.tensor_parallel import (
     find_mode,
     parallelize,
 )
+from meshfold.tensor_parallel.layers.base import BatchShape
+from meshfold.tensor_parallel.layers.embedding import PositionEmbedding
 
 FOUR, EIGHT = Mesh({"tensor": 4}, rank=1), Mesh({"tensor": 8}, rank=1)
 SQUARE = Mesh({"row": 2, "col": 2}, rank=1)
@@ -645,6 +647,39 @@ def test_a_loss_of_the_models_own_over_a_batch_that_was_filled_up() -> None:
         with pytest.raises(LayoutError, match=r"a batch of 3 was padded to 4 rows.*multiple of 4"):
             model(ids)
         model(ids[[0, 1, 2, 0]])
+
+
+def test_a_mean_over_targets_is_that_of_a_batch_that_was_filled_up() -> None:
+    """As the model computed it; what is made of it then may be of all rows."""
+
+    class Mean(Classic):
+        def forward(self, ids: Tensor, labels: Tensor, factor: float = 0.0) -> Tensor:
+            loss = F.cross_entropy(super().forward(ids).flatten(0, 1), labels.flatten())
+            return loss * factor if factor else loss
+
+    model, ids = Mean(), torch.zeros(3, 8, dtype=torch.int64)
+    with fake_world(4):
+        parallelize(model, Mesh({"row": 4, "col": 1}), "2d")
+        assert model(ids, ids).dim() == 0
+        with pytest.raises(LayoutError, match=r"a batch of 3 was padded to 4 rows"):
+            model(ids, ids, factor=2.0)
+
+
+def test_a_table_of_positions_reads_nothing_but_the_shape_of_a_column() -> None:
+    class Positions(nn.Embedding):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(torch.arange(x.shape[1]))
+
+    class Values(Positions):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) + x.unsqueeze(-1)
+
+    with fake_world(4):
+        for kind in (Positions, Values):
+            table = PositionEmbedding(
+                kind(8, 16), Mesh({"row": 2, "col": 2}), find_mode("2d"), flat_tokens=False, batch=BatchShape()
+            )
+            assert bool(table(torch.zeros(2, 3)).isnan().any()) == (kind is Values)
 
 
 def test_find_mode_names_the_nearest() -> None:

@@ -18,7 +18,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshfold.mesh.errors import LayoutError
@@ -42,6 +42,7 @@ from meshfold.mesh.tracking.dims import (
 from meshfold.mesh.tracking.probing import try_on_pieces
 from meshfold.mesh.tracking.records import Records
 from meshfold.mesh.tracking.rows import Rows
+from meshfold.mesh.tracking.size_source import given_to
 
 _LIKE = (
     "empty_like zeros_like ones_like full_like rand_like randn_like randint_like bernoulli fill zero alias detach "
@@ -81,6 +82,7 @@ class Tracker(TorchDispatchMode):
         flat: the residual stream has its tokens in one dim, where the model's code expects two.
         random_axes: axes along which ranks have the same data, or parts of it, and may draw different random numbers.
         overlooked: ends of the names of files whose operations may mix shards, since their results are not used.
+        reads_shapes: returns True for a module that reads nothing but the shape of a floating-point input.
         inferred: which size of the ``unflatten`` under way the user has left open.
         asked: the sizes of the current view, as written.
         rows: where tensors have the rows of the batch.
@@ -111,6 +113,7 @@ class Tracker(TorchDispatchMode):
         self.moved: list[Dims] = []
         self.random_axes: tuple[str, ...] = ()
         self.overlooked: tuple[str, ...] = ()
+        self.reads_shapes: Callable[[nn.Module], bool] = lambda module: False
         self._off = self._apart = 0
 
     @property
@@ -254,11 +257,21 @@ class Tracker(TorchDispatchMode):
         except MixesError as error:
             if user_line()[0].endswith(self.overlooked or ("?",)):
                 return [unknown_dims(x.shape) if isinstance(x, Tensor) else () for x in as_list(call.out)]
+            if call.name == "select" and self._is_for_its_shape():
+                number = call.number(call.given["dim"], len(call.first))
+                return [(*call.first[:number], *call.first[number + 1 :])]
             split = [x for x in operands if any_split(call.dims_of(x))]
             axes = dict.fromkeys(
                 a for x in split for d in call.dims_of(x) if is_split(d) for f in d if f.split for a in f.split.axes
             )
             raise refusal(call.name, str(error), operands, self.module(), self.remedy(tuple(axes))) from None
+
+    def _is_for_its_shape(self) -> bool:
+        """Return True if the model's code selects an element in a call that reads its shape alone, and gives it to nothing else."""
+        frame = _user_frame()
+        name = "" if frame is None else given_to(frame)
+        module = None if frame is None or not name else getattr(frame.f_locals.get("self"), name, None)
+        return isinstance(module, nn.Module) and self.reads_shapes(module)
 
     def _looked_up(self, ids: Tensor, out: Tensor) -> None:
         """Mark looked-up rows as equal along dims in which all ids are equal; they can serve as a shard."""
@@ -314,14 +327,19 @@ def _line() -> str:
 
 def user_line() -> tuple[str, int]:
     """Return the file and number of that line; an empty name if no line is known."""
+    frame = _user_frame()
+    return ("", 0) if frame is None else (frame.f_code.co_filename, frame.f_lineno)
+
+
+def _user_frame() -> FrameType | None:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         file, module = frame.f_code.co_filename, str(frame.f_globals.get("__name__", ""))
         ours = module.startswith(_MESHFOLD) and not module.startswith(_MODELS)
         if not ours and not file.startswith((_TORCH, "<")):
-            return file, frame.f_lineno
+            return frame
         frame = frame.f_back
-    return "", 0
+    return None
 
 
 def check_gradients(found: Tracker, name: str, operands: Sequence[Tensor], results: Sequence[Dims], out: Any) -> None:

@@ -69,6 +69,30 @@ def counts_from_front(frame: FrameType, rank: int) -> bool:
     return place is not None and place >= 0
 
 
+def given_to(frame: FrameType) -> str:
+    """Return the name of the child of ``self`` that the code in a frame calls with the element that it selects, as in
+    ``self.embed_positions(x[..., -1])``; empty if there is none.
+    """
+    return _selections(frame.f_code.co_filename).get(list(frame.f_code.co_positions())[frame.f_lasti // 2], "")
+
+
+@functools.lru_cache(maxsize=64)
+def _selections(file: str) -> dict[_Span, str]:
+    """Return the names of the children of ``self`` that a file's code calls with an element alone, by the element's position."""
+    try:
+        tree = ast.parse("".join(linecache.getlines(file)))
+    except SyntaxError:
+        return {}
+    found: dict[_Span, str] = {}
+    for node in ast.walk(tree):
+        match node:
+            case ast.Call(
+                func=ast.Attribute(value=ast.Name(id="self"), attr=name), args=[ast.Subscript() as given], keywords=[]
+            ):
+                found[given.lineno, given.end_lineno, given.col_offset, given.end_col_offset] = name
+    return found
+
+
 def _read(node: ast.AST, above: dict[ast.AST, ast.AST], places: set[int], rank: int) -> tuple[list[ast.AST], set[str]]:
     """Return the expressions that are one of the sizes, and the variables that hold one."""
     over = above.get(node)

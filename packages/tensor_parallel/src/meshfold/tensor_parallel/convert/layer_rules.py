@@ -23,6 +23,7 @@ from meshfold.mesh.tracking import (
     is_split_first,
     is_unknown,
     size_of,
+    whole,
     whole_dims,
 )
 from meshfold.tensor_parallel.convert.stream_layout import (
@@ -162,7 +163,8 @@ class PositionRule(LayerRule[PositionEmbedding]):
         if layer.flat_tokens:
             lead = tuple(token_dim(found, mesh, n, layer.tokens, dims) for n in shape[:-1])
         elif tuple(map(size_of, dims)) != shape[:-1]:
-            lead = (block(shape[0], spanning_axes(mesh, layer.tokens)), *dims[1:])
+            own = size_of(dims[0]) // mesh.size(*layer.tokens)  # rows; fewer if all have the same positions (BART)
+            lead = (whole(1) if shape[0] == 1 < own else block(shape[0], spanning_axes(mesh, layer.tokens)), *dims[1:])
         return (*lead, block(shape[-1], columns, grain=-1))
 
     def token_axes(self, layer: PositionEmbedding) -> tuple[Iterable[str], Iterable[str]]:

@@ -16,6 +16,7 @@ from meshfold.tensor_parallel.convert.boundary import Boundary
 from meshfold.tensor_parallel.convert.layer_rules import rule_of
 from meshfold.tensor_parallel.convert.stream_layout import spanning_axes
 from meshfold.tensor_parallel.layers.base import OnMesh
+from meshfold.tensor_parallel.layers.embedding import PositionEmbedding
 from meshfold.tensor_parallel.modes import Mode
 
 
@@ -38,6 +39,7 @@ class LayerTracking(OnMesh):
         found.random_axes = (*found.random_axes, *spanning_axes(self.mesh, self.mode.axes))
         # These test if a mask is all ones, to drop it; each rank may decide that for its own rows.
         found.overlooked = ("transformers/masking_utils.py", "transformers/cache_utils.py")
+        found.reads_shapes = lambda module: isinstance(module, PositionEmbedding) and module.reads_shapes
 
     def parameter_dims(self, parameter: Tensor) -> Dims | None:
         """Return the layout of a parameter that a sharded layer has split; other code that reads it gets a shard."""

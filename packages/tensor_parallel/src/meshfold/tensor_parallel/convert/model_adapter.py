@@ -1,6 +1,7 @@
 """Inputs and outputs of a split model: batches are padded to what the mode can split, outputs are returned whole.
 
 - A batch that the mode cannot split is padded with rows whose labels are ignored (−100); their rows of the output are cut off.
+  A loss of the model's own is then a mean over the targets that are not ignored, or is refused.
 - Logits stay split when the model computes its own loss, and are gathered when they are read
   (:class:`LazyOutputs`). Otherwise they are returned whole.
 - The residual stream of a model without a head is returned whole.
@@ -27,6 +28,7 @@ from meshfold.mesh.collectives import bind_collect, take_block
 from meshfold.mesh.model_io import IGNORE_INDEX, LABEL_NAMES, ShardedOutput, lazy_gather, map_tensors
 from meshfold.mesh.tracking import axes_of, block, is_unknown, tracker, untracked
 from meshfold.tensor_parallel.convert.forward_code import parameters_of
+from meshfold.tensor_parallel.convert.padded_loss import MeansOfTargets
 from meshfold.tensor_parallel.convert.stream_layout import check_stream, joined_rows, spanning_axes
 from meshfold.tensor_parallel.layers.base import BatchShape, OnMesh, StreamAdapter
 from meshfold.tensor_parallel.layers.linear import Linear
@@ -105,6 +107,7 @@ class ModelAdapter(StreamAdapter):
         self._outputs = LazyOutputs(mesh, outer, heads)
         self._whole, self._ignored, self._batch = whole, ignored, batch
         self.for_decoding = False
+        self._means: MeansOfTargets | None = None
         residual, logits = outer.layout("residual"), outer.layout("logits")
         blocks = [mesh.size(*mode.layout("residual")["m"]), mesh.size(*logits["m"])]
         # If the stream is split by tokens, batch times sequence must be divisible by the ranks, else the batch.
@@ -130,6 +133,7 @@ class ModelAdapter(StreamAdapter):
         """Register the hooks on the model, and register it with :func:`row_multiple`."""
         model.__dict__[_ADAPTER] = self
         self.attach(model, prepend=True)
+        model.register_forward_hook(self._end, always_call=True)
         for module in model.modules():
             if _has_attended_rows(module):
                 module.register_forward_pre_hook(self._attended_rows)
@@ -156,9 +160,13 @@ class ModelAdapter(StreamAdapter):
             self._batch.gather_logits = all(given.get(name) is None for name in LABEL_NAMES)
         self._measure(given)
         if self._batch.rows != self._batch.given:
+            given = self._with_decoder_inputs(module, given)
             given = {name: self._pad(name, value) for name, value in given.items()}
         given = self._cut_rows(self._drop_mask(given))
         self._follow_rows(given)
+        if self._batch.rows != self._batch.given:
+            self._means = MeansOfTargets(self._batch.given, self._batch.rows, self._ignored)
+            self._means.__enter__()
         return tuple(given.pop(name) for name in names), given
 
     def _names_of(self, args: tuple[Any, ...]) -> list[str]:
@@ -260,6 +268,18 @@ class ModelAdapter(StreamAdapter):
             found.rows.keep(mine, value)
         return mine
 
+    @staticmethod
+    def _with_decoder_inputs(model: nn.Module, given: dict[str, Any]) -> dict[str, Any]:
+        """Return the arguments with the decoder's tokens, if the model would make them from its labels: it may look for a token in
+        each row (mBART moves the last one to the front), and rows of padding have ignored labels alone.
+        """
+        shift = getattr(model, "prepare_decoder_input_ids_from_labels", None)
+        made = [given.get(name) for name in ("decoder_input_ids", "decoder_inputs_embeds")]
+        labels = given.get(LABEL_NAMES[0])
+        if shift is None or not isinstance(labels, Tensor) or any(one is not None for one in made):
+            return given
+        return {**given, "decoder_input_ids": shift(labels)}
+
     def _pad(self, name: str, value: Any) -> Any:
         """Append copies of the last row, which are valid inputs; their labels are ignored."""
         if (
@@ -273,6 +293,12 @@ class ModelAdapter(StreamAdapter):
         return torch.cat([value, torch.full_like(more, self._ignored) if name in LABEL_NAMES else more])
 
     # -- out ----------------------------------------------------------------------------------------------------
+
+    def _end(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Stop looking at losses, also where the forward failed."""
+        if self._means is not None:
+            self._means.__exit__(None, None, None)
+            self._means = None
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> Any:
         if self.hidden:
@@ -302,6 +328,8 @@ class ModelAdapter(StreamAdapter):
         return joined
 
     def _cut(self, name: str, value: Tensor) -> Tensor:
+        if value.dim() == 0 and self._means is not None and self._means.has(value):
+            return value
         if value.dim() == 0:
             raise LayoutError(
                 f"a batch of {self._batch.given} was padded to {self._batch.rows} rows for mode {self.mode.name!r}, but "

@@ -157,11 +157,19 @@ class PositionEmbedding(ShardedLayer):
         self._kind = type(module)
         self._settings = {k: v for k, v in vars(module).items() if not k.startswith("_") and k != "training"}
 
+    @property
+    def reads_shapes(self) -> bool:
+        """True if a forward of a class of its own makes the positions, so that a floating-point input says a shape (BART)."""
+        return self._kind is not nn.Embedding
+
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """Look up positions ``s``, ``1 s``, ``b s`` or ``m`` -> ``.. h``: this rank's tokens and columns."""
         weight = self._enter(self.weight)
         if args and isinstance(args[0], Tensor):
-            args = (self._mine(args[0]), *args[1:])
+            mine = self._mine(args[0])
+            if mine.is_floating_point():  # one column of this rank's: whoever computes with it is to see
+                mine = torch.full_like(mine, torch.nan)
+            args = (mine, *args[1:])
         if self._kind is nn.Embedding:
             (ids,) = args or tuple(kwargs.values())
             return F.embedding(ids, weight, self._settings["padding_idx"])
