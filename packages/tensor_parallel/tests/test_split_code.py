@@ -64,7 +64,7 @@ STREAM: dict[str, tuple[Code, str]] = {
     ),
     "pool": (lambda x: x - F.max_pool1d(x, 3, 1, 1), "F.max_pool1d(x"),
     "group norm": (lambda x: F.group_norm(x.transpose(1, 2), 2).transpose(1, 2), "F.group_norm(x"),
-    "glu": (lambda x: F.glu(torch.cat([x, x], -1)), "torch.cat([x, x], -1)"),
+    "glu": (lambda x: F.glu(torch.cat([x, x], -1)), ""),
     "unknown": (lambda x: torch.fft.fft(x).real, "torch.fft.fft(x)"),
     "size": (lambda x: x / x.shape[-1], "x / x.shape[-1]"),
     "size in front": (lambda x: x.shape[-1] * x, "x.shape[-1] * x"),
