@@ -229,11 +229,12 @@ def test_elements_are_those_of_this_ranks_block(precision: str) -> None:
             engine.model.up.weight.grad.clone()  # type: ignore[union-attr]
 
 
-def test_an_assigned_gradient_is_refused_where_nobody_looked_at_the_gradients_before() -> None:
+@pytest.mark.parametrize("none", [False, True])
+def test_an_assigned_gradient_is_refused_where_nobody_looked_at_the_gradients_before(none: bool) -> None:
     model, (x, y) = net(), batches()[0]
     with Engine(model, optimizer=dict(name="sgd", lr=0.1), precision="fp64") as engine:
         engine.backward(nn.functional.mse_loss(engine(x), y))
-        model.up.weight.grad = torch.zeros_like(model.up.weight)
+        model.up.weight.grad = None if none else torch.zeros_like(model.up.weight)
         with pytest.raises(TrainingError, match="was assigned before step"):
             engine.step()
 

@@ -183,10 +183,10 @@ def with_a_penalty(spec: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("spec", "why"),
     [
-        (dict(tensor=2), "in a loss_fn, computes with a parameter of which this rank has a part"),
+        (dict(tensor=2), "in a loss_fn: the loss is computed with a parameter of which this rank has a part"),
         (
             dict(tensor=dict(mode="2d", grid=(1, 2))),
-            "in a loss_fn, computes with a parameter of which this rank has a part",
+            "in a loss_fn: the loss is computed with a parameter of which this rank has a part",
         ),
         (dict(pipeline=2), "goes through all parameters of Checkpointing, of which a stage has a part"),
     ],
@@ -226,3 +226,45 @@ def test_a_loss_may_call_modules_and_look_at_parameters(spec: dict[str, Any]) ->
     optimizer = dict(name="sgd", lr=RATE)
     with Engine(model, spec, precision="fp64", optimizer=optimizer, loss_fn=of_hidden) as engine:
         assert engine.train_step(engine.shard_batch((IDS, IDS))) == pytest.approx(float(wanted.detach()), rel=1e-12)
+
+
+def penalise_in_a_loop(kind: str, spec: dict[str, Any]) -> None:
+    """Try a step of a loop whose loss reads the model's weights."""
+    model = Checkpointing(False)
+    with Engine(model, spec, precision="fp64", optimizer=dict(name="sgd", lr=RATE)) as engine:
+        ids, labels = engine.shard_batch((IDS, IDS))
+        loss = loss_fn(engine(ids), (ids, labels))
+        weight = model.blocks[0].get_submodule("up").get_parameter("weight")
+        penalties = dict(
+            norm=weight.norm, square=lambda: weight.square().sum(), drift=lambda: (weight - 1.0).abs().sum()
+        )
+        engine.backward(loss + 0.1 * penalties[kind]())
+
+
+@pytest.mark.parametrize("kind", ["norm", "square", "drift"])
+def test_a_penalty_in_a_loop_of_ones_own_is_refused_where_weights_are_split(kind: str) -> None:
+    with pytest.raises(RankFailure, match="the loss is computed with a parameter of which this rank has a part"):
+        run_on_ranks(2, penalise_in_a_loop, kind, dict(tensor=2))
+    run_on_ranks(2, penalise_in_a_loop, kind, dict(data=2))
+    run_on_ranks(2, penalise_in_a_loop, kind, dict(data=2, zero=dict(stage=1)))
+
+
+def differentiate_twice(spec: dict[str, Any]) -> None:
+    model = nn.Sequential(nn.Linear(13, 8), Block(), nn.Linear(8, 13))
+    with Engine(model, spec, precision="fp64", optimizer=dict(name="sgd", lr=RATE)) as engine:
+        x = F.one_hot(IDS, 13).double().requires_grad_()
+        (gradient,) = torch.autograd.grad(engine(x).sum(), x, create_graph=True)
+        engine.backward(gradient.square().sum())
+
+
+@pytest.mark.parametrize(
+    ("spec", "why"),
+    [
+        (dict(data=2, zero=dict(stage=3)), "Under zero stage 3 a parameter exists only while its module runs"),
+        (dict(tensor=2), "Fused kernels and layers that are split have no second derivative"),
+    ],
+    ids=["zero 3", "tensor"],
+)
+def test_errors_of_a_backward_say_what_to_change(spec: dict[str, Any], why: str) -> None:
+    with pytest.raises(RankFailure, match=why):
+        run_on_ranks(2, differentiate_twice, spec)

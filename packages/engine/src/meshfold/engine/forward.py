@@ -237,13 +237,20 @@ class Forward:
         with eval_mode(self._model), torch.no_grad():
             return self.loss(work, shares) if self._pipelined is None else self._pipelined.assess(work)
 
+    def check_loss(self, loss: object) -> None:
+        """Check that backward can start from the loss of a user's own loop.
 
-def check_loss(loss: object) -> None:
-    """Check that backward can start from a loss.
+        Raises:
+            SpecError: for anything but a scalar that depends on parameters.
+            LayoutError: if it was computed with parts of parameters.
+        """
+        _check_scalar(loss)
+        assert isinstance(loss, Tensor)  # checked above
+        if self._world.mode is not None:
+            self._reads.check_graph(loss)
 
-    Raises:
-        SpecError: for anything but a scalar that depends on parameters.
-    """
+
+def _check_scalar(loss: object) -> None:
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
         what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
         raise SpecError(f"backward({what}): give a tensor of one element that was computed from the model's parameters")

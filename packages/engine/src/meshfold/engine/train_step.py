@@ -14,7 +14,6 @@ from meshfold.engine.assembly.build import Built
 from meshfold.engine.batches.sharding import randomness
 from meshfold.engine.checkpoints.saving import Saver
 from meshfold.engine.errors import TrainingError
-from meshfold.engine.forward import check_loss
 from meshfold.engine.long_runs.nonfinite import Finding, MicroStep, NonFiniteGuard, NonFiniteSearch
 from meshfold.engine.model.pipelined_model import PipelinedModel
 from meshfold.engine.precision import LossScaler
@@ -242,7 +241,7 @@ class TrainStep:
         Raises:
             SpecError: if the loss is not a scalar, or does not depend on parameters.
         """
-        check_loss(loss)
+        self.forward.check_loss(loss)
         kind: BackwardRole = "last" if self.gradients.summed else "apart"
         self.gradients.backward(loss.double() / self._world.data_size, kind, retain_graph=retain_graph)
 

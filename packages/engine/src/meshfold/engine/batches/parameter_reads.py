@@ -1,4 +1,4 @@
-"""Refusal of a ``loss_fn`` that computes with parameters of which a rank has a part, as for a penalty on weights."""
+"""Refusal of a loss that is computed with parameters of which a rank has a part, as for a penalty on weights."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from types import FrameType
 from typing import Any, Self
 
-from torch import nn
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
@@ -16,13 +16,45 @@ from meshfold.mesh.tracking import uncompiled
 
 _LOOKS = {"__get__", "size", "dim", "numel", "element_size", "is_floating_point", "__repr__", "stride", "detach"}
 """What may be asked of a part: its shape and dtype, and what has no gradient"""
+_PART = (
+    "computed with a parameter of which this rank has a part, {shape}: it would be another loss. Use the optimizer's weight_decay "
+    "for a penalty on weights, or a spec without tensor"
+)
+
+
+_PENALTIES = frozenset(
+    f"{name}Backward{number}"
+    for name in ("Pow", "Abs", "Sub", "Sum", "Mean", "Norm", "LinalgVectorNorm", "MseLoss")
+    for number in range(6)
+)
+"""Nodes of autograd's graph that penalties begin with, and layers whose weights are split do not"""
 
 
 class ParameterReads:
-    """Looks at the first call of a ``loss_fn``."""
+    """Looks at the first loss: at the call of a ``loss_fn``, or at the graph of what a user's own loop has computed."""
 
     def __init__(self) -> None:
-        self._looked = False
+        self._looked = self._looked_at_graph = False
+
+    def check_graph(self, loss: Tensor) -> None:
+        """Check the first loss of a user's own loop.
+
+        Raises:
+            LayoutError: if it depends on a part of a parameter otherwise than through a layer.
+        """
+        if self._looked_at_graph:
+            return
+        self._looked_at_graph = True
+        waiting, seen = [loss.grad_fn], {loss.grad_fn}
+        while waiting:
+            node = waiting.pop()
+            for following, _ in () if node is None else node.next_functions:
+                parameter = getattr(following, "variable", None)
+                if isinstance(parameter, nn.Parameter) and node.name() in _PENALTIES and _is_split(parameter):  # type: ignore[union-attr]
+                    raise LayoutError(f"the loss is {_PART.format(shape=tuple(parameter.shape))}")
+                if following is not None and following not in seen:
+                    seen.add(following)
+                    waiting.append(following)
 
     def in_first_call(self) -> AbstractContextManager[object]:
         """Context manager around a call; in the first one, a LayoutError is raised for a part of a parameter that is read."""
@@ -69,11 +101,8 @@ class _NoReads(TorchFunctionMode):
             frame = frame.f_back
         if reader is None or _package(reader) == "meshfold":
             return
-        raise LayoutError(
-            f"{reader.f_code.co_filename}, line {reader.f_lineno}, in a loss_fn, computes with a parameter of which this rank "
-            f"has a part, {tuple(parameter.shape)}: the loss would be another one. Use the optimizer's weight_decay for a penalty "
-            "on weights, or a spec without tensor"
-        )
+        place = f"{reader.f_code.co_filename}, line {reader.f_lineno}, in a loss_fn"
+        raise LayoutError(f"{place}: the loss is {_PART.format(shape=tuple(parameter.shape))}")
 
 
 def _package(frame: FrameType) -> str:

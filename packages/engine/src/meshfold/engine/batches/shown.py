@@ -77,6 +77,10 @@ _ADVICE: dict[tuple[str, ...], str] = {
         "x = x + y for x += y, and torch.relu(x) for torch.relu_(x), where x is an argument of the block. What a block has "
         "made itself may be changed in place."
     ),
+    ("marked with @once_differentiable",): (
+        "Fused kernels and layers that are split have no second derivative: give Engine(..., kernels='off') for the kernels, and a "
+        "spec without tensor."
+    ),
     ("with functorch transforms", "Cannot access storage of"): (
         "A transform of torch.func (vmap, grad, jvp, ...) calls a module that this spec splits or watches: write a loop or "
         "torch.autograd.grad instead, apply the transform to a function of tensors inside of one module, or use a spec of data "

@@ -16,6 +16,7 @@ from weakref import WeakMethod, finalize
 import torch
 from torch import Tensor, nn
 
+from meshfold.engine.batches.shown import note_remedy
 from meshfold.engine.errors import TrainingError
 from meshfold.engine.precision import LossScaler
 from meshfold.engine.states.replicated import States
@@ -146,7 +147,12 @@ class Accumulation:
     def backward(self, share: Tensor, kind: BackwardRole, *, retain_graph: bool = False, shown: bool = True) -> None:
         """Backward of this rank's share of a loss; ``shown`` as for :meth:`taking`."""
         with self.taking(kind, shown=shown):
-            (share * self.scaler.scale).backward(retain_graph=retain_graph)
+            try:
+                (share * self.scaler.scale).backward(retain_graph=retain_graph)
+            except RuntimeError as error:
+                self._states.explain(error)
+                note_remedy(error)
+                raise
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -290,15 +296,16 @@ class ShownGradients:
         """Refuse a step that would not see an assigned gradient.
 
         Raises:
-            TrainingError: if a parameter was assigned another gradient.
+            TrainingError: if a parameter was assigned another gradient, or none.
         """
         if not self._visible:
             return
         for parameter in self._states.trained:
-            if parameter.grad is not None and not isinstance(parameter.grad, GradientProxy):
+            if not isinstance(parameter.grad, GradientProxy):
                 raise TrainingError(
                     f"parameter.grad of a parameter of shape {tuple(parameter.shape)} was assigned before step(), which would "
-                    "ignore it: change it in place, as in parameter.grad.mul_(0.5)"
+                    "ignore it: change it in place, as in parameter.grad.mul_(0.5). For None, call requires_grad_(False) on the "
+                    "parameter before the forward, or engine.zero_grad() to drop all gradients"
                 )
 
     def hand_back(self) -> None:
