@@ -471,3 +471,28 @@ def test_an_odd_vocabulary_may_be_padded(settings: dict[str, Any], monkeypatch: 
     for padded, wanted in zip(found(), plain, strict=True):
         torch.testing.assert_close(padded, wanted, rtol=1e-12, atol=1e-12)
     assert len(plain) == 14 and seen[0] == WORDS
+
+
+class Products(TorchDispatchMode):
+    """Notes the sizes of the operands of products."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.sizes: list[tuple[int, ...]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.addmm_):
+            self.sizes += [tuple(x.shape) for x in args if isinstance(x, Tensor) and x.dim() == 2]
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_no_product_of_an_odd_vocabulary_has_an_odd_side(bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Logits, gradients of rows and the gradient of the weight: on a GPU each would be several times slower."""
+    monkeypatch.setattr(logit_chunks, "product_alignment", lambda weight: 8)
+    x, weight, labels, made = operands(bias=bias)
+    with Products() as products:
+        linear_cross_entropy(x, weight, labels, made, chunk=5).backward()
+    assert weight.grad is not None and weight.grad.shape == (WORDS, WIDTH)
+    assert products.sizes and WORDS % 8
+    assert not any(WORDS in sizes for sizes in products.sizes)
