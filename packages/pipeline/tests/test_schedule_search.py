@@ -124,6 +124,16 @@ def test_the_cut_is_chosen_too() -> None:
         search(ranks=4, microbatches=8, costs={1: Costs(), 2: Costs()}, chunks=4)
 
 
+def test_auto_takes_the_smallest_order_within_one_percent_of_the_fastest() -> None:
+    """Costs of single actions cannot tell such orders apart; :func:`search` returns the fastest."""
+    costs = {1: Costs(send=0.02), 2: Costs(send=0.02).finer(2)}
+    fastest = search(ranks=4, microbatches=8, costs=costs)
+    smallest = search(ranks=4, microbatches=8, costs=costs, close=0.01)
+    assert fastest.time < smallest.time <= 1.01 * fastest.time
+    assert max(smallest.simulation.peak) == 4 < max(fastest.simulation.peak)
+    assert str(schedule("auto", ranks=4, microbatches=8, costs=costs)) == str(smallest.schedule)
+
+
 @pytest.mark.slow
 def test_the_same_costs_give_the_same_schedule_in_every_process() -> None:
     """Every rank searches for itself, and text hashes otherwise in every process."""

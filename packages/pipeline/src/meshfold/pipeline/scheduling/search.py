@@ -1,12 +1,16 @@
 """``auto``: search for an order under given costs and a memory bound.
 
-Candidates come from three sources; the best is kept, the first one of equals:
+Candidates come from three sources:
 
 - every named schedule with the same number of stages,
 - list scheduling under the real costs, with several keys, windows and placements of the stages,
 - moves on the critical path of the best of these (:mod:`meshfold.pipeline.scheduling.local_search`).
 
-The result is never slower than the best named schedule within the bound, which is among the candidates.
+The fastest is kept. ``auto`` keeps the one that holds the fewest activations among those within 1 % of the fastest: costs are
+measured one action at a time, and schedules that they put so close come out in any order when they run together. On four H100s orders
+found to be 0.1 to 0.6 % faster than ``zb-v`` took 0.7 to 4 % longer, in up to 1.5 times its memory.
+
+No result of :func:`search` is slower than the best named schedule within the bound, which is among the candidates.
 """
 
 from __future__ import annotations
@@ -25,6 +29,8 @@ from meshfold.pipeline.scheduling.schedules import SCHEDULES, wave_ranks
 from meshfold.pipeline.scheduling.simulation import Replay, Simulation, peak_activations, simulate_costs
 
 Lists = list[list[Action]]
+_CLOSE = 0.01
+"""Share of a makespan that measured costs cannot tell."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,9 +64,15 @@ def auto(
     memory: float | Sequence[float] | None = None,
     stage_ranks: Sequence[int] | None = None,
 ) -> Schedule:
-    """Return the fastest order found for given costs; :func:`search` also returns the alternatives."""
+    """Return the smallest order within 1 % of the fastest found for given costs; :func:`search` also returns the alternatives."""
     return search(
-        ranks=ranks, microbatches=microbatches, chunks=chunks, costs=costs, memory=memory, stage_ranks=stage_ranks
+        ranks=ranks,
+        microbatches=microbatches,
+        chunks=chunks,
+        costs=costs,
+        memory=memory,
+        stage_ranks=stage_ranks,
+        close=_CLOSE,
     ).schedule
 
 
@@ -74,6 +86,7 @@ def search(
     memory: float | Sequence[float] | None = None,
     effort: float = 1.0,
     stage_ranks: Sequence[int] | None = None,
+    close: float = 0.0,
 ) -> Found:
     """Search for the order with the least makespan.
 
@@ -86,6 +99,7 @@ def search(
             ``costs.activation``; None: no bound.
         effort: how long to try; with 0 only named schedules are compared.
         stage_ranks: the rank of every stage, if fixed: only orders with stages there.
+        close: share of the least makespan; of orders within it the one with the fewest activations on the fullest rank is taken.
 
     Raises:
         ScheduleError: if numbers do not fit the ranks, or if nothing within the bound was found.
@@ -94,7 +108,7 @@ def search(
         raise ScheduleError(f"memory has {len(memory)} bounds and there are {ranks} ranks. Give one for each.")
     limit = [float(memory)] * ranks if isinstance(memory, int | float) else memory and [float(one) for one in memory]
     named: dict[str, float] = {}
-    best: tuple[Candidate, Costs] | None = None
+    found: list[tuple[Candidate, Costs]] = []
     alone = []
     for count, given in _cuts(ranks, chunks, costs).items():
         settled = None if stage_ranks is None else tuple(stage_ranks)
@@ -103,17 +117,20 @@ def search(
         for one in cut.candidates(effort):
             if one.label:
                 named[one.label] = one.time
-            if best is None or (one.time, one.peak) < (best[0].time, best[0].peak):
-                best = one, given
-    if best is None:
+            found.append((one, given))
+    if not found:
         raise ScheduleError(
             f"no order of {microbatches} micro-batches on {ranks} ranks was found that holds at most {memory} activations; "
             f"one micro-batch alone takes {min(alone):.6g} on a rank. Raise the bound, make micro-batches smaller, or cut "
             "the model over more ranks."
         )
-    schedule = Schedule.of(best[0].lists, name="auto", microbatches=microbatches)
-    result = simulate_costs(schedule, best[1])
-    return Found(schedule=schedule, costs=best[1], simulation=result, named=named)
+    most = (1 + close) * min(one.time for one, _ in found)
+    best, given = min(
+        (pair for pair in found if pair[0].time <= most),
+        key=lambda pair: (pair[0].peak, pair[0].time) if close else (pair[0].time, pair[0].peak),
+    )
+    schedule = Schedule.of(best.lists, name="auto", microbatches=microbatches)
+    return Found(schedule=schedule, costs=given, simulation=simulate_costs(schedule, given), named=named)
 
 
 def _cuts(ranks: int, chunks: int | None, costs: Costs | Mapping[int, Costs] | None) -> dict[int, Costs]:
