@@ -197,6 +197,15 @@ def test_a_copy_of_what_is_not_all_here_is_refused() -> None:
                 with pytest.raises(TrainingError, match=f"copy.deepcopy of a model .*{why}"):
                     copy.deepcopy(part)
         copy.deepcopy(model)
+    model = Model()
+    with engine_of(model, dict(zero=dict(stage=3))) as engine:
+        for part in (model, model.head):
+            with pytest.raises(
+                TrainingError, match=r"state_dict\(\) .*zero=dict\(stage=3\).*engine.full_state_dict\(\)"
+            ):
+                part.state_dict()
+            with pytest.raises(TrainingError, match=r"engine.load_state_dict\(state\)"):
+                part.load_state_dict(Model().get_submodule("head" if part is model.head else "").state_dict())
     with engine_of(Model(), dict(zero=dict(stage=1))) as engine:
         copied = copy.deepcopy(engine.model)
         torch.testing.assert_close(copied.head.weight, engine.model.head.weight)

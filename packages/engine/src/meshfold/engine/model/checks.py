@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -155,9 +156,9 @@ class Frozen:
 
 
 class NoCopies:
-    """Makes deep copies of a model raise a clear error if its parameters are empty or absent.
+    """Makes deep copies of a model raise a clear error if its parameters are empty or absent, and ``state_dict`` if they are empty.
 
-    They are so in a pipeline, and while ZeRO stage 3 shards them.
+    They are absent in a pipeline, and empty while ZeRO stage 3 shards them.
     """
 
     def __init__(self, model: nn.Module, world: World) -> None:
@@ -170,9 +171,16 @@ class NoCopies:
         self._modules = list(model.modules()) if refuse is _no_copy_of_shards or world.pipelined else []
         for module in self._modules:
             module.__dict__["__deepcopy__"] = refuse
+        self._handles = []
+        for module in self._modules if refuse is _no_copy_of_shards else ():
+            if any(parameter is not None for parameter in module._parameters.values()):
+                self._handles.append(module.register_state_dict_pre_hook(_no_state_of_shards))
+                self._handles.append(module.register_load_state_dict_pre_hook(_no_state_into_shards))
 
     def close(self) -> None:
         """Allow copies again."""
+        for handle in self._handles:
+            handle.remove()
         for module in self._modules:
             module.__dict__.pop("__deepcopy__", None)
 
@@ -185,6 +193,19 @@ def _no_copy_of_shards(memo: object) -> nn.Module:
         "copy.deepcopy of a model under zero=dict(stage=3): its parameters are empty between uses, and the copy's would "
         f"be empty too. {_INSTEAD}"
     )
+
+
+def _no_state_of_shards(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+    if not keep_vars:  # else the parameters themselves are asked for, not their values
+        _no_state_into_shards(module)
+
+
+def _no_state_into_shards(module: nn.Module, *rest: Any) -> None:
+    if any(parameter is not None and parameter.data.numel() == 0 for parameter in module._parameters.values()):
+        raise TrainingError(
+            f"state_dict() or load_state_dict() of a model under zero=dict(stage=3): parameters are empty between uses, now those "
+            f"of a {type(module).__name__}. Call engine.full_state_dict() or engine.load_state_dict(state) on all ranks"
+        )
 
 
 def _no_copy_of_stages(memo: object) -> nn.Module:
