@@ -7,8 +7,8 @@ Candidates come from three sources:
 - moves on the critical path of the best of these (:mod:`meshfold.pipeline.scheduling.local_search`).
 
 The fastest is kept. ``auto`` keeps the one that holds the fewest activations among those within 1 % of the fastest: costs are
-measured one action at a time, and schedules that they put so close come out in any order when they run together. On four H100s orders
-found to be 0.1 to 0.6 % faster than ``zb-v`` took 0.7 to 4 % longer, in up to 1.5 times its memory.
+measured one action at a time, and schedules that they put so close come out in any order when they run together. On four H100s
+orders found to be 0.1 to 0.6 % faster than ``zb-v`` took 0.7 to 4 % longer, in up to 1.5 times its memory.
 
 No result of :func:`search` is slower than the best named schedule within the bound, which is among the candidates.
 """
