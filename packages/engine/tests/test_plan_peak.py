@@ -147,5 +147,5 @@ def chunks_in_every_timestep(made: str, clip: float | None, accumulate: int) -> 
 def test_chunks_never_take_more_than_is_planned_for_that_timestep(
     made: str, clip: float | None, accumulate: int, world: int
 ) -> None:
-    """Of several micro-steps the last: it begins while the ranks sum a gradient of the one before."""
+    """Look at the last of several micro-steps: it begins while the ranks sum a gradient of the one before."""
     run_on_ranks(world, chunks_in_every_timestep, made, clip, accumulate)

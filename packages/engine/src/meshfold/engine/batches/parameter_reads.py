@@ -15,7 +15,7 @@ from meshfold.mesh import LayoutError, metadata
 from meshfold.mesh.tracking import uncompiled
 
 _LOOKS = {"__get__", "size", "dim", "numel", "element_size", "is_floating_point", "__repr__", "stride", "detach"}
-"""What may be asked of a part: its shape and dtype, and what has no gradient"""
+"""Names of what may be asked of a part: its shape and dtype, and what has no gradient."""
 _PART = (
     "computed with a parameter of which this rank has a part, {shape}: it would be another loss. Use the optimizer's weight_decay "
     "for a penalty on weights, or a spec without tensor"

@@ -87,7 +87,7 @@ _ADVICE: dict[tuple[str, ...], str] = {
         "alone."
     ),
 }
-"""What to change, by words of torch's errors that do not say it."""
+"""Advice on what to change, by words of torch's errors that do not say it."""
 _IN_STAGES: dict[tuple[str, ...], str] = {
     ("appears to not have been used in the graph",): (
         "torch.autograd.grad in a forward ends where its stage begins, which gets its input without a graph: differentiate inside "

@@ -41,7 +41,7 @@ from meshfold.zero_gemini.planner import (
 from meshfold.zero_gemini.profiler import PhaseSeconds, Trace, workload_of
 
 CONTEXT_BYTES = 600 * 2**20
-"""What CUDA and its libraries take of a GPU besides what the allocator counts."""
+"""Bytes that CUDA and its libraries take of a GPU besides what the allocator counts."""
 _KINDS = {"device": "gpu", "host": "host", "disk": "disk"}
 
 

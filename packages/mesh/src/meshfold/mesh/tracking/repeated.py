@@ -14,7 +14,7 @@ from torch.utils import checkpoint as checkpoints
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _GENERATOR = "_checkpoint_without_reentrant_generator"
-"""What every checkpoint calls that saves its inputs, whoever imported ``checkpoint`` from where."""
+"""Function that every checkpoint calls that saves its inputs, whoever imported ``checkpoint`` from where."""
 
 Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
 

@@ -125,10 +125,7 @@ def search(
             "the model over more ranks."
         )
     most = (1 + close) * min(one.time for one, _ in found)
-    best, given = min(
-        (pair for pair in found if pair[0].time <= most),
-        key=lambda pair: (pair[0].peak, pair[0].time) if close else (pair[0].time, pair[0].peak),
-    )
+    best, given = min((pair for pair in found if pair[0].time <= most), key=lambda pair: (pair[0].peak, pair[0].time))
     schedule = Schedule.of(best.lists, name="auto", microbatches=microbatches)
     return Found(schedule=schedule, costs=given, simulation=simulate_costs(schedule, given), named=named)
 
