@@ -17,7 +17,7 @@ from meshfold.engine.batches.observed_mean import check_rows_apart, observed_mea
 from meshfold.engine.batches.packed import OwnDocuments
 from meshfold.engine.batches.parameter_reads import ParameterReads
 from meshfold.engine.batches.sharding import Shares
-from meshfold.engine.batches.shown import called, note_remedy, rows_of_tables
+from meshfold.engine.batches.shown import called, explain_failure, rows_of_tables
 from meshfold.engine.model.checks import Frozen
 from meshfold.engine.model.mask_choice import makes_masks, positions_of_the_model
 from meshfold.engine.model.pipelined_model import PipelinedModel
@@ -148,8 +148,7 @@ class Forward:
                 return self._model(*work.args, **work.kwargs)
         except Exception as error:
             if isinstance(error, RuntimeError):
-                self._states.explain(error)
-                note_remedy(error)
+                explain_failure(error, self._states)
             error.add_note(f"the model was called with {called(work.args, work.kwargs)}")
             if isinstance(error, IndexError) and (note := rows_of_tables(self._model, work.args, work.kwargs)):
                 error.add_note(note)

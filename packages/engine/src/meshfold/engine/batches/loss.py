@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from meshfold.engine.batches.shown import shown
 from meshfold.mesh import SpecError
-from meshfold.mesh.model_io import IGNORE_INDEX, LABEL_NAMES, is_encoder_decoder
+from meshfold.mesh.model_io import IGNORE_INDEX, LABEL_NAMES, CrossEntropyCall, is_encoder_decoder
 from meshfold.mesh.spec import argument_checks as settings
 from meshfold.mesh.tracking import uncompiled, untracked
 
@@ -161,7 +161,7 @@ class LossCalls(TorchFunctionMode):
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = {} if kwargs is None else kwargs
         if func is F.cross_entropy or func is F.nll_loss:
-            self._look(*args, **given)
+            self._observe(CrossEntropyCall(*args, **given))
             if self.ignored != IGNORE_INDEX:
                 if "target" in given:
                     given = {**given, "target": self._filler(given["target"])}
@@ -193,28 +193,21 @@ class LossCalls(TorchFunctionMode):
         one[-1] = int(self.ignored == 0)
         return torch.where(is_filler, one.view(target.shape), target)
 
-    def _look(
-        self,
-        input: Tensor,
-        target: Tensor,
-        weight: Tensor | None = None,
-        size_average: bool | None = None,
-        ignore_index: int = IGNORE_INDEX,
-        reduce: bool | None = None,
-        reduction: str = "mean",
-        label_smoothing: float = 0.0,
-    ) -> None:
-        """Raises:
-        SpecError: for a mean that cannot be combined from those of parts.
+    def _observe(self, call: CrossEntropyCall) -> None:
+        """Count the targets of a call that is a mean over them.
+
+        Raises:
+            SpecError: for a mean that cannot be combined from those of parts.
         """
-        if reduction != "mean" or target.is_floating_point():
+        if not call.is_mean_over_classes:
             return
+        target, ignore_index = call.target, call.ignore_index
         with untracked():  # not the model's code
             self.counts.append((target != ignore_index).sum())
             rows = target.shape[0] if target.dim() == 1 else 0
-            if rows and input.shape == (rows, rows):
+            if rows and call.input.shape == (rows, rows):
                 self._square.append(target)
-        if weight is not None:
+        if call.weight is not None:
             raise SpecError(
                 f"cross_entropy(weight=...) averages by the weights of the targets' classes, but the means of {self._parts} "
                 "are combined by their numbers of targets. Take the sum, and divide by the targets that count: "

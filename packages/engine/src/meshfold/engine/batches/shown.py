@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
@@ -96,13 +96,23 @@ _IN_STAGES: dict[tuple[str, ...], str] = {
 }
 
 
-def note_remedy(error: BaseException, *, in_stages: bool = False) -> None:
-    """Add to an error of torch in the model's forward what to change, where that is known.
+class _Explains(Protocol):
+    """Object that may know why a forward failed: :class:`meshfold.engine.states.replicated.States`."""
+
+    def explain(self, error: BaseException) -> None:
+        """Add a note to the error, if it does."""
+
+
+def explain_failure(error: BaseException, states: _Explains | None, *, in_stages: bool = False) -> None:
+    """Add notes to an error of a model's forward or backward: its cause and what to change, where they are known.
 
     Args:
         error: the error.
-        in_stages: the forward is one of a pipeline's stage.
+        states: weights and gradients of the model; None if there are none yet.
+        in_stages: the forward is that of a pipeline's stage.
     """
+    if states is not None:
+        states.explain(error)
     for words, advice in {**_ADVICE, **(_IN_STAGES if in_stages else {})}.items():
         if any(word in str(error) for word in words):
             error.add_note(advice)

@@ -16,7 +16,7 @@ from meshfold.engine.batches import batch as batches
 from meshfold.engine.batches.loss import LossCalls, leave_out_targets
 from meshfold.engine.batches.observed_mean import check_microbatches
 from meshfold.engine.batches.parameter_reads import ParameterReads
-from meshfold.engine.batches.shown import called, note_remedy
+from meshfold.engine.batches.shown import called, explain_failure
 from meshfold.engine.model.carried_sums import carry_routing_sums
 from meshfold.engine.precision import Precision
 from meshfold.engine.sequence import local_length
@@ -191,9 +191,7 @@ class PipelinedModel:
             with self._looking(works):
                 return self.pipeline.run(works, scale=scale)
         except RuntimeError as error:
-            note_remedy(error, in_stages=True)
-            if self._link.states is not None:
-                self._link.states.explain(error)
+            explain_failure(error, self._link.states, in_stages=True)
             raise
 
     def assess(self, batch: batches.Batch) -> Tensor:

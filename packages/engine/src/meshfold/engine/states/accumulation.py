@@ -16,7 +16,7 @@ from weakref import WeakMethod, finalize
 import torch
 from torch import Tensor, nn
 
-from meshfold.engine.batches.shown import note_remedy
+from meshfold.engine.batches.shown import explain_failure
 from meshfold.engine.errors import TrainingError
 from meshfold.engine.precision import LossScaler
 from meshfold.engine.states.replicated import States
@@ -150,8 +150,7 @@ class Accumulation:
             try:
                 (share * self.scaler.scale).backward(retain_graph=retain_graph)
             except RuntimeError as error:
-                self._states.explain(error)
-                note_remedy(error)
+                explain_failure(error, self._states)
                 raise
 
     @contextmanager

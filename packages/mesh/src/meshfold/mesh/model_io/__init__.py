@@ -6,6 +6,7 @@ from meshfold.mesh.model_io.dry_run import DryRun, eval_mode, map_tensors, saved
 from meshfold.mesh.model_io.labels import (
     IGNORE_INDEX,
     LABEL_NAMES,
+    CrossEntropyCall,
     LossMean,
     branch_starts,
     check_position_ids,
@@ -30,6 +31,7 @@ __all__ = [
     "IGNORE_INDEX",
     "LABEL_NAMES",
     "REPEATED",
+    "CrossEntropyCall",
     "DryRun",
     "LiveBytes",
     "LossMean",

@@ -8,6 +8,7 @@ branches. So the positions 0 1 2 3 4 2 3 are a prompt of 2 tokens with completio
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from enum import Enum
 from itertools import pairwise
 from typing import Any
@@ -30,6 +31,27 @@ def targets_key(fields: Mapping[str, Any]) -> str:
     """Return the key of the labels in a batch that is a dict; "" if it has none that is known."""
     found = (name for name in LABEL_NAMES if name != "shift_labels" and isinstance(fields.get(name), Tensor))
     return next(found, "")
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class CrossEntropyCall:
+    """Arguments of a call of torch's ``cross_entropy`` or ``nll_loss``: ``CrossEntropyCall(*args, **kwargs)``."""
+
+    input: Tensor
+    target: Tensor
+    weight: Tensor | None = None
+    size_average: bool | None = None
+    ignore_index: int = IGNORE_INDEX
+    reduce: bool | None = None
+    reduction: str = "mean"
+    label_smoothing: float = 0.0
+
+    @property
+    def is_mean_over_classes(self) -> bool:
+        """True for a mean whose targets are classes, not probabilities."""
+        legacy = (self.size_average, self.reduce)  # override ``reduction``
+        is_mean = self.reduction == "mean" if legacy == (None, None) else False not in legacy
+        return is_mean and not self.target.is_floating_point()
 
 
 class LossMean(Enum):

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from meshfold.mesh.model_io import IGNORE_INDEX
+from meshfold.mesh.model_io import CrossEntropyCall
 
 
 class MeansOfTargets(TorchFunctionMode):
@@ -29,25 +29,14 @@ class MeansOfTargets(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if func is F.cross_entropy and self._leaves_padding_out(*args, **(kwargs or {})):
+        if func is F.cross_entropy and self._ignores_padding(CrossEntropyCall(*args, **(kwargs or {}))):
             self._means.append(out)
         return out
 
-    def _leaves_padding_out(
-        self,
-        input: Tensor,
-        target: Tensor,
-        weight: Tensor | None = None,
-        size_average: bool | None = None,
-        ignore_index: int = IGNORE_INDEX,
-        reduce: bool | None = None,
-        reduction: str = "mean",
-        label_smoothing: float = 0.0,
-    ) -> bool:
-        """Return True if padding has no part in this call of :func:`torch.nn.functional.cross_entropy`."""
-        if reduction != "mean" or ignore_index != self._ignored or (size_average, reduce) != (None, None):
-            return False
-        if target.is_floating_point() or target.numel() % self._rows:
+    def _ignores_padding(self, call: CrossEntropyCall) -> bool:
+        """Return True for a mean over targets to which padding adds none."""
+        target = call.target
+        if not call.is_mean_over_classes or call.ignore_index != self._ignored or target.numel() % self._rows:
             return False
         padding = target.reshape(self._rows, -1)[self._given :]
         return target.is_meta or bool((padding == self._ignored).all())
