@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 
@@ -109,21 +109,17 @@ class ChunkedModel(ParameterValues):
             ChunkError: for a meta parameter without a source of values.
         """
         self._mesh, self.memory, self._stage, self._transport = mesh, memory, stage, transport
+        self._master_dtype, self._gradient_dtype = master_dtype, gradient_dtype
         self.chunks: list[Chunk] = []
         self._chunk_of: dict[str, Chunk] = {}
-        self._stepper: Stepper | None = None
-        # Ranks with other parameters (stages of a pipeline) have other chunks and reach other collectives.
-        others = {*apart, *(axis for p in model.parameters() for axis in metadata_on(p, mesh).only_at)}
-        alike = [axis for axis in mesh.names if axis not in others]
-        self._faults = Faults(mesh.group(*alike), memory.device)
         self._gradients: dict[Chunk, ChunkGradient] = {}
+        self.holds_gradients = True
+        peers = _ranks_with_the_same_chunks(model, mesh, apart)
+        self._faults = Faults(peers, memory.device)
         values = values or sharded_values(model, memory.device)
-        fp8_weights = fp8_weights if stage == 3 else {}
-        given = dict(model.named_parameters())
-        self._fp8_weights = {name: fp8_weights[p] for name, p in given.items() if p in fp8_weights}
-        self._facts, first = take_parameters(model, mesh, memory.device, dtype, other_dtypes, fp8_weights)
-        self._norms = ChunkNorms(self._facts)
-        self._names: dict[Tensor, str] = {facts.parameter: name for name, facts in self._facts.items()}
+        first = self._take(model, dtype, other_dtypes, fp8_weights if stage == 3 else {})
+
+        self._stepper: Stepper | None = None
         self.group_names: list[list[str]] = []
         if make_optimizer is not None:
             made = make_stepper(
@@ -136,75 +132,69 @@ class ChunkedModel(ParameterValues):
                 faults=self._faults,
             )
             self._stepper, self.group_names, regime = made.stepper, made.group_names, made.regime
-        slices = ChunkSlices(
-            self._chunk_of,
-            {name: facts.shape for name, facts in self._facts.items()},
-            self._gradients,
-            self._stepper,
-            memory.device,
-            self._faults,
+        shapes = {name: facts.shape for name, facts in self._facts.items()}
+        self._contents = Contents(
+            ChunkSlices(self._chunk_of, shapes, self._gradients, self._stepper, memory.device, self._faults)
         )
-        self._contents = Contents(slices)
         self._residents = Residents(memory, self._faults, self._stepper, self._gradients, stage=stage)
-        laid = [
-            (group, spec, mine)
-            for group, specs, slices in lay_out_parameters(
-                self._facts, mesh, chunk_elems=chunk_elems, slot_align_elems=slot_alignment(regime)
-            )
-            for spec, mine in zip(specs, slices, strict=True)
-        ]
-        kinds = [self._facts[spec.names[0]].kind for _, spec, _ in laid]
+
+        laid_out = lay_out_parameters(
+            self._facts, mesh, chunk_elems=chunk_elems, slot_align_elems=slot_alignment(regime)
+        )
         try:
-            chosen = self._residents.choose(placements, [spec for _, spec, _ in laid], kinds)
-            settled(self.optimizer)
-            for (group, spec, mine), placement in zip(laid, chosen, strict=True):
-                with self._faults.raised_on_all():
-                    chunk = self._make_chunk(spec, mine, group, placement, master_dtype, gradient_dtype)
-                    for name in spec.names:
-                        self._fill(name, first.pop(name), values)
-                chunk.publish()
-                chunk.wait_if_resident()
+            self._make_chunks(laid_out, placements, first, values, settled)
         except BaseException:
             if self._stepper is not None:
                 self._stepper.close()  # close its files and threads
             raise
         if self._stepper is not None:
             give_parameters(self._stepper, self.group_names)
-            give_square_sums(self._stepper, self._facts, self.chunks, mesh.group(*alike), mesh, memory.device)
+            give_square_sums(self._stepper, self._facts, self.chunks, peers, mesh, memory.device)
             give_blocks(self._stepper, self._facts, mesh, memory.device)
-        self._units = find_units(model)
-        light = light_units(self.uses())
-        calls = OpenCalls({unit: self._chunks_of_unit(unit) for unit in self._units})
-        adam = None if self._stepper is None else self._stepper.one_by_one
-        self._early = None if adam is None else EarlySteps(adam, calls, memory)
-        self._pending = PendingSteps(self._stepper, self.chunks, self._faults, self._early)
-        self._speculative = None if adam is None else SpeculativeSteps(adam)
-        self._runtime = Runtime(
-            model,
-            calls,
-            prefetch=prefetch,
-            before_evaluation=self._pending.flush,
-            light=frozenset(unit for unit in self._units if unit.name in light),
-            steps_in_background=self._pending.in_background,
-            check_forward=None if self._early is None else self._early.check,
-            on_left=None if self._early is None else self._early.go,
-            recomputes=recomputes,
-        )
-        order = {name: place for place, name in enumerate(self._facts)}
-        self._flow = GradientFlow(
-            self._gradients, order, memory.device, self._runtime, calls, self._early, self._speculative
-        )
-        self._runtime.on_entered = self._flow.collect_earlier
-        self.holds_gradients = True
+        self._add_hooks(model, prefetch, recomputes)
+
+    # -- construction ------------------------------------------------------------------------------------------
+
+    def _take(
+        self,
+        model: nn.Module,
+        dtype: torch.dtype | None,
+        other_dtypes: Mapping[Tensor, torch.dtype],
+        fp8_weights: Mapping[Tensor, Fp8Weight],
+    ) -> dict[str, Tensor]:
+        """Collect the facts about the model's parameters; return their initial values, some still on meta, by name."""
+        given = dict(model.named_parameters())
+        self._fp8_weights = {name: fp8_weights[p] for name, p in given.items() if p in fp8_weights}
+        self._facts, first = take_parameters(model, self._mesh, self.memory.device, dtype, other_dtypes, fp8_weights)
+        self._names: dict[Tensor, str] = {facts.parameter: name for name, facts in self._facts.items()}
+        self._norms = ChunkNorms(self._facts)
+        return first
+
+    def _make_chunks(
+        self,
+        laid_out: Iterable[tuple[Group, Sequence[ChunkSpec], list[list[ShardSlice]]]],
+        placements: PlacementRule,
+        first: dict[str, Tensor],
+        values: Callable[[str, nn.Parameter, torch.dtype], Tensor] | None,
+        settled: Callable[[torch.optim.Optimizer | None], None],
+    ) -> None:
+        """Allocate each chunk at its placement, and move its parameters' initial values into it, out of ``first``."""
+        laid = [
+            (group, spec, mine) for group, specs, slices in laid_out for spec, mine in zip(specs, slices, strict=True)
+        ]
+        kinds = [self._facts[spec.names[0]].kind for _, spec, _ in laid]
+        chosen = self._residents.choose(placements, [spec for _, spec, _ in laid], kinds)
+        settled(self.optimizer)
+        for (group, spec, mine), placement in zip(laid, chosen, strict=True):
+            with self._faults.raised_on_all():
+                chunk = self._make_chunk(spec, mine, group, placement)
+                for name in spec.names:
+                    self._fill(name, first.pop(name), values)
+            chunk.publish()
+            chunk.wait_if_resident()
 
     def _make_chunk(
-        self,
-        spec: ChunkSpec,
-        slices: Sequence[ShardSlice],
-        group: Group,
-        placement: ChunkPlacement,
-        master_dtype: torch.dtype | None,
-        gradient_dtype: torch.dtype | None,
+        self, spec: ChunkSpec, slices: Sequence[ShardSlice], group: Group, placement: ChunkPlacement
     ) -> Chunk:
         members = [self._facts[name] for name in spec.names]
         kind = members[0].kind
@@ -226,17 +216,21 @@ class ChunkedModel(ParameterValues):
         self._chunk_of.update(dict.fromkeys(spec.names, chunk))
         if kind.trained and self._stepper is not None:
             self._stepper.adopt(chunk, placement.state)
-            if gradient_dtype is not None:
-                gradient_dtype = torch.promote_types(gradient_dtype, kind.dtype)
             self._gradients[chunk] = ChunkGradient(
                 chunk,
-                gradient_dtype or master_dtype or kind.dtype,
+                self._gradient_dtype_of(kind.dtype),
                 placement.state,
                 every_time=self._stage > 1,
                 measure=partial(self._norms.square_sum, chunk),
                 wait_for_reader=partial(self._stepper.done_with, chunk),
             )
         return chunk
+
+    def _gradient_dtype_of(self, compute: torch.dtype) -> torch.dtype:
+        """Return the dtype in which gradients of parameters of this compute dtype are summed."""
+        if self._gradient_dtype is not None:
+            return torch.promote_types(self._gradient_dtype, compute)
+        return self._master_dtype or compute
 
     def _is_pushed(self, spec: ChunkSpec, group: Group, dtype: torch.dtype) -> bool:
         """Return True if copy engines are to carry a chunk, and the group's ranks can push. All of them must call."""
@@ -260,6 +254,34 @@ class ChunkedModel(ParameterValues):
     def _chunks_of_unit(self, unit: Unit) -> list[Chunk]:
         names = (self._names[parameter] for parameter in unit.parameters)
         return list(dict.fromkeys(self._chunk_of[name] for name in names if name in self._chunk_of))
+
+    def _add_hooks(self, model: nn.Module, prefetch: int, recomputes: Callable[[str], bool]) -> None:
+        """Hook the model's units, to gather and release chunks, and its parameters, to collect gradients."""
+        self._units = find_units(model)
+        light = light_units(self.uses())
+        calls = OpenCalls({unit: self._chunks_of_unit(unit) for unit in self._units})
+        adam = None if self._stepper is None else self._stepper.one_by_one
+        self._early = None if adam is None else EarlySteps(adam, calls, self.memory)
+        self._speculative = None if adam is None else SpeculativeSteps(adam)
+        self._pending = PendingSteps(self._stepper, self.chunks, self._faults, self._early)
+        self._runtime = Runtime(
+            model,
+            calls,
+            prefetch=prefetch,
+            before_evaluation=self._pending.flush,
+            light=frozenset(unit for unit in self._units if unit.name in light),
+            steps_in_background=self._pending.in_background,
+            check_forward=None if self._early is None else self._early.check,
+            on_left=None if self._early is None else self._early.go,
+            recomputes=recomputes,
+        )
+        order = {name: place for place, name in enumerate(self._facts)}
+        self._flow = GradientFlow(
+            self._gradients, order, self.memory.device, self._runtime, calls, self._early, self._speculative
+        )
+        self._runtime.on_entered = self._flow.collect_earlier
+
+    # -- the optimizer -----------------------------------------------------------------------------------------
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
@@ -330,3 +352,15 @@ class ChunkedModel(ParameterValues):
     def steps_alike(self) -> int:
         """Consecutive steps, up to the last, with equal gradient factors; 0 while nothing is on the host."""
         return 0 if self._speculative is None else self._speculative.alike
+
+
+def _ranks_with_the_same_chunks(model: nn.Module, mesh: Mesh, apart: Sequence[str]) -> Group:
+    """Return the ranks that have the same parameters, and so reach the same collectives: those of one pipeline stage.
+
+    Args:
+        model: its parameters' metadata names axes whose ranks have different ones.
+        mesh: all ranks.
+        apart: such axes that are known besides.
+    """
+    others = {*apart, *(axis for p in model.parameters() for axis in metadata_on(p, mesh).only_at)}
+    return mesh.group(*(axis for axis in mesh.names if axis not in others))
