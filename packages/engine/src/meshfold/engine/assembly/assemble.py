@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from meshfold.engine.assembly.initial_values import InitialValues, read_folder, share
 from meshfold.engine.checkpoints.model_state import ModelState
 from meshfold.engine.checkpoints.pipelined_state import PipelinedState
 from meshfold.engine.experts import give_own_tokens, share_routing_sums, split_experts
@@ -24,23 +25,22 @@ from meshfold.engine.model.checks import (
 from meshfold.engine.model.fp8_weights import fp8_gathered
 from meshfold.engine.model.pipelined_model import PipelinedModel, PipelineSettings
 from meshfold.engine.model.roots import split_roots
-from meshfold.engine.model.weight_source import Loaded, SourceValues, WeightSource
+from meshfold.engine.model.weight_source import Loaded
 from meshfold.engine.optimizers import of_any_stage
 from meshfold.engine.optimizers.roles import note_roles, pass_roles_on
 from meshfold.engine.precision import Masters, Precision, cast_rest, other_dtypes
 from meshfold.engine.states.replicated import PlainStates, States
-from meshfold.engine.world import World, fail_together
-from meshfold.mesh import LayoutError, SpecError, annotate, broadcast, metadata
+from meshfold.engine.world import World
+from meshfold.mesh import LayoutError, SpecError, annotate
 from meshfold.mesh.initialization import (
+    InitTrace,
     ParameterInit,
     build_on_meta,
     find_value_source,
     materialize,
-    parameter_init,
     retrace_initialization,
-    shard_coordinates,
 )
-from meshfold.mesh.parameters import copy_parameter_hooks, metadata_on
+from meshfold.mesh.parameters import metadata_on
 from meshfold.tensor_parallel import Linear, Report, parallelize
 from meshfold.tensor_parallel.convert import check_rules
 
@@ -88,97 +88,99 @@ def assemble(
     *,
     roots: Sequence[str] | None = None,
 ) -> Assembled:
-    """Shard, cut into stages, initialise, place and cast. ``stages``: information for the entry ``pipeline``.
-
-    ``roots``: names of submodules that tensor parallelism splits separately, if the module's own forward is not
-    called; None: the whole model.
+    """Shard the model, cut it into stages, initialise it, move it to the device and cast it.
 
     A function's model is built without allocating it; then each rank fills its own blocks from the seed. A module gets rank 0's
     weights, whatever the other ranks have, and is then cut. A module on the meta device is treated like a function.
+
+    Args:
+        model: the user's, as for one device.
+        world: the ranks.
+        precision: of the parameters.
+        seed: of initial values.
+        rules: roles of submodules by full name, for tensor parallelism.
+        stages: settings for the entry ``pipeline``.
+        roots: names of submodules that tensor parallelism splits separately, if the module's own forward is not called; None: the
+            whole model.
 
     Raises:
         SpecError: if ``model`` is neither, or its sizes do not fit the spec.
     """
     check_model(model)
-    if isinstance(model, nn.Module):
-        built, trace = model, None
-        refuse_unmade(model)
-        if any(p.is_meta for p in model.parameters()):
-            origin = find_value_source(model)  # built under zero_gemini's ShardedInit
-            trace, seed = (retrace_initialization(model), seed) if origin is None else (origin.trace, origin.seed)
-        elif (origin := find_value_source(model, buffers=True)) is not None:
-            # Weights were loaded inside ShardedInit, but tables that are in no file are still missing.
-            materialize(model, origin.trace, seed=origin.seed, device="cpu", parameters=False)
-    else:
-        built, trace = build_on_meta(lambda: _checked(model))
-
+    built, trace, seed = _unsplit(model, seed)
     refuse_complex(built)
     refuse_layers(built, world, precision)
     warn_of_split_batches(built, world)
     if built is model:
-        _share(built, world)
-    folder = _folder(model, built, world)
-    dropout = has_dropout(built)
-    mixtures = split_experts(built, world)
-    if roots is None:
-        report = _shard(built, world, rules, dropout)
-        torch_dropout = dropout and report is None
-    else:
-        report, torch_dropout = split_roots(
-            built, roots, rules, lambda root, own: _shard(root, world, own, has_dropout(root)), has_dropout
-        )
-    split_folding(built, world)
-    give_own_tokens(mixtures, world)
-    share_routing_sums(built, world)
-    in_chunks = world.spec.zero is not None
-    values: ParameterInit | None = None
-    if trace is not None and (in_chunks or folder is not None):
-        values = parameter_init(trace, seed, world.device)
-    if folder is not None and values is not None:
-        values = folder.over(values, world.device)
-
-    def fill(left: nn.Module) -> None:
-        if trace is not None:
-            materialize(
-                left,
-                trace,
-                seed=seed,
-                device=world.device,
-                # Tensors that are not meta were already cut.
-                placement_of=lambda name, tensor: shard_coordinates(tensor) if tensor.is_meta else None,
-                parameters=values is None,
-            )
-        if values is not None:
-            _fill(left, values, tied=in_chunks)
-        if folder is not None:
-            folder.fill_buffers(left)
-        _move(left, world.device, parameters=not in_chunks)
+        share(built, world)
+    folder = read_folder(model, built, world)
+    report, torch_dropout = _split(built, world, rules, roots)
+    values = InitialValues.of(trace, seed, folder, world)
 
     note_roles(built)
     pipelined, stages = None, stages or PipelineSettings()
     if world.pipelined:
-        pipelined = PipelinedModel(built, world, precision, stages, fill)
+        pipelined = PipelinedModel(built, world, precision, stages, values.fill)
     else:
         stages.called(built, world.device, precision)
-        fill(built)
-    for parameter in built.parameters():
-        meta = metadata_on(parameter, world.mesh)
-        if not meta.own_sum_axes:
-            annotate(parameter, replace(meta, sum_axes=world.outer_axes))
-    _sum_by_tokens_apart(built, world)
-    sum_over_axial_axes(built, world)
+        values.fill(built)
+    _set_sum_axes(built, world)
     named = built.named_parameters() if pipelined is None else pipelined.pipeline.named_parameters()
     parameters = {name: p for name, p in named if p.requires_grad}
+    in_chunks = world.spec.zero is not None
     cast_rest(built, precision, set(built.parameters()) if in_chunks else set(parameters.values()))
     return Assembled(
         model=built,
         parameters=parameters,
-        values=values if in_chunks else None,
+        values=values.parameters if in_chunks else None,
         report=report,
         torch_dropout=torch_dropout,
         pipelined=pipelined,
         loaded=None if folder is None else folder.report,
     )
+
+
+def _unsplit(model: nn.Module | Callable[[], nn.Module], seed: int) -> tuple[nn.Module, InitTrace | None, int]:
+    """Return the whole model, the trace of its initialization (None if it has its values), and the trace's seed."""
+    if not isinstance(model, nn.Module):
+        return *build_on_meta(lambda: _checked(model)), seed
+    refuse_unmade(model)
+    if any(p.is_meta for p in model.parameters()):
+        origin = find_value_source(model)  # built under zero_gemini's ShardedInit
+        return (model, retrace_initialization(model), seed) if origin is None else (model, origin.trace, origin.seed)
+    if (origin := find_value_source(model, buffers=True)) is not None:
+        # Weights were loaded inside ShardedInit, but tables that are in no file are still missing.
+        materialize(model, origin.trace, seed=origin.seed, device="cpu", parameters=False)
+    return model, None, seed
+
+
+def _split(
+    model: nn.Module, world: World, rules: Mapping[str, str] | None, roots: Sequence[str] | None
+) -> tuple[Report | None, bool]:
+    """Split layers over the ranks. Return what tensor parallelism did, and whether dropout is torch's own."""
+    dropout = has_dropout(model)
+    mixtures = split_experts(model, world)
+    if roots is None:
+        report = _shard(model, world, rules, dropout)
+        torch_dropout = dropout and report is None
+    else:
+        report, torch_dropout = split_roots(
+            model, roots, rules, lambda root, own: _shard(root, world, own, has_dropout(root)), has_dropout
+        )
+    split_folding(model, world)
+    give_own_tokens(mixtures, world)
+    share_routing_sums(model, world)
+    return report, torch_dropout
+
+
+def _set_sum_axes(model: nn.Module, world: World) -> None:
+    """Note on each parameter the axes that its gradient is summed over: the data axes, unless a layer needs others."""
+    for parameter in model.parameters():
+        meta = metadata_on(parameter, world.mesh)
+        if not meta.own_sum_axes:
+            annotate(parameter, replace(meta, sum_axes=world.outer_axes))
+    _sum_by_tokens_apart(model, world)
+    sum_over_axial_axes(model, world)
 
 
 def make_states(
@@ -304,71 +306,3 @@ def _sum_by_tokens_apart(model: nn.Module, world: World) -> None:
             for parameter in module.parameters(recurse=False):
                 meta = metadata_on(parameter, world.mesh)
                 annotate(parameter, replace(meta, sum_axes=axes, own_sum_axes=True))
-
-
-def _folder(model: object, built: nn.Module, world: World) -> SourceValues | None:
-    """Return the values of a folder's model, by its unsplit names; if one rank fails, all raise."""
-    if not isinstance(model, WeightSource):
-        return None
-    model.check(world.spec)
-    error: Exception | None = None
-    found: SourceValues | None = None
-    try:
-        found = model.weights(built)
-        model.verify(world.mesh.rank, world.mesh.world_size)
-    except Exception as wrong:  # also a folder that only this rank cannot read
-        error = wrong
-    if isinstance(error, SpecError) and world.mesh.world_size == 1:
-        raise error
-    fail_together(world, error, f"cannot load {str(model.folder)!r}")
-    if found is not None and world.mesh.rank == 0:
-        found.warn()
-    return found
-
-
-@torch.no_grad()
-def _fill(model: nn.Module, values: ParameterInit, *, tied: bool) -> None:
-    """Fill parameters on the meta device; ``tied``: only those that other stages hold too.
-
-    Tied parameters are not in chunks, since their gradients are handled separately.
-    """
-    made: dict[Tensor, nn.Parameter] = {}
-    for path, module in model.named_modules():
-        for leaf, parameter in list(module._parameters.items()):
-            meta = None if parameter is None else metadata(parameter)
-            if parameter is None or not parameter.is_meta:
-                continue
-            if tied and (meta is None or not (meta.tie and meta.only_at)):
-                continue
-            if parameter not in made:
-                value = values(f"{path}.{leaf}" if path else leaf, parameter, parameter.dtype)
-                made[parameter] = nn.Parameter(value, requires_grad=parameter.requires_grad)
-                made[parameter].__dict__.update(parameter.__dict__)
-                copy_parameter_hooks(parameter, made[parameter])
-            module._parameters[leaf] = made[parameter]
-
-
-@torch.no_grad()
-def _share(model: nn.Module, world: World) -> None:
-    """Broadcast rank 0's weights and buffers one by one."""
-    if world.mesh.world_size == 1:
-        return
-    seen: set[Tensor] = set()
-    for tensor in (*model.parameters(), *model.buffers()):
-        if tensor not in seen and not tensor.is_meta:
-            seen.add(tensor)
-            tensor.copy_(broadcast(tensor.detach().to(world.device), world.everyone, 0))
-
-
-def _move(model: nn.Module, device: torch.device, *, parameters: bool) -> None:
-    """Move the model to the device; parameters stay the same objects and keep their attributes."""
-    for module in model.modules():
-        for parameter in module._parameters.values():
-            if parameter is not None and parameters:
-                parameter.data = parameter.data.to(device)
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                meta = metadata(buffer)
-                moved = module._buffers[name] = buffer.to(device)
-                if meta is not None:
-                    annotate(moved, meta)

@@ -101,31 +101,101 @@ def build(
         SpecError: for an invalid model, or one that does not work under this spec.
     """
     given = opened.enter_context(AsGiven(model))  # restored last
-
-    # The running processes, as a mesh.
     world = join_world(parallel, device, limit_s=asked.watchdog)
     opened.callback(watch_over(world, asked.watchdog, asked.compare).close)
     opened.callback(world.mesh.close)
     recompute = recomputation.check_recompute(recompute, world.spec)
+    _check_with(world, model, asked)
+
+    # This rank's part of the model: split, given its first values, in place.
+    stages = PipelineSettings(loss_fn=asked.loss_fn, example=example)
+    part = assemble(model, world, asked.precision, asked.seed, rules, stages)
+    if part.pipelined is not None:
+        opened.callback(part.pipelined.pipeline.close)
+    layers = _change_layers(part, world, asked, recompute, opened)
+    if asked.cuda_graph:
+        check_capture(world, drops=dropout_settings(part.model), recomputes=layers.blocks is not None)
+
+    # Its master weights, gradients and optimizer state, and what works on them.
+    schedulers: list[Any] = []
+
+    def settled(optimizer: torch.optim.Optimizer | None) -> None:
+        schedulers.append(scheduler_of(asked.lr_scheduler, optimizer))
+        given.forget()
+
+    states = make_states(part, world, asked, layers.blocks, recompute, settled)
+    opened.callback(states.close)
+    if layers.fp8 is not None and layers.fp8.weights is not None:
+        layers.fp8.weights.watch(layers.compiled)
+    opened.callback(NoCopies(part.model, world).close)
+    step_guard = StepGuard(states.optimizer, _BY_HAND)
+    opened.callback(step_guard.close)
+    if states.optimizer is not None:
+        opened.callback(claim(part.model, engine, in_chunks=world.spec.zero is not None).close)
+    forward = Forward(
+        part.model,
+        world,
+        asked.precision,
+        states,
+        pipelined=part.pipelined,
+        loss_fn=asked.loss_fn,
+        logits=None if layers.fused is None else layers.fused.logits,
+    )
+    captured, captured_zero = None, None
+    if asked.cuda_graph:
+        captured, captured_zero = _captures(forward, states, part.model, world, layers.blocks, opened)
+    return Built(
+        world=world,
+        part=part,
+        blocks=layers.blocks,
+        fused=layers.fused,
+        fp8=layers.fp8,
+        compiled=layers.compiled,
+        states=states,
+        step_guard=step_guard,
+        lr_scheduler=schedulers[0],
+        forward=forward,
+        model_state=part.whole_state(states, world),
+        captured=captured,
+        captured_zero=captured_zero,
+    )
+
+
+def _check_with(world: World, model: nn.Module | Callable[[], nn.Module], asked: Arguments) -> None:
+    """Check arguments that depend on the spec or the device, before the model is changed.
+
+    Raises:
+        SpecError: for one that does not work here.
+    """
     if asked.compile is not None:
         asked.compile.check(world.spec)
     if asked.precision.fp8 is not None:
         check_fp8(world, asked.precision.fp8)
         if asked.precision.fp8.dispatch:
             check_fp8_dispatch(world)
-
-    # This rank's part of the model: split, given its first values, in place.
     if asked.make_optimizer is not None:
         check_free(model)
     if isinstance(model, nn.Module):
         check_given(model, world, own_loss=asked.loss_fn is not None)
-    stages = PipelineSettings(loss_fn=asked.loss_fn, example=example)
-    part = assemble(model, world, asked.precision, asked.seed, rules, stages)
-    if part.pipelined is not None:
-        opened.callback(part.pipelined.pipeline.close)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _ChangedLayers:
+    """Changes to layers, each None if it was not asked for; the attributes are those of :class:`Built`."""
+
+    fp8: Fp8Layers | None
+    compiled: CompiledBlocks | None
+    fused: FusedModel | None
+    blocks: RecomputedBlocks | None
+
+
+def _change_layers(
+    part: Assembled, world: World, asked: Arguments, recompute: str | None, opened: ExitStack
+) -> _ChangedLayers:
+    """Use fp8, compile, split the sequence, fuse and recompute: what is first works inside of what follows."""
     fp8 = _in_fp8(part.model, asked, world, opened)
     compiled = None
-    if asked.compile is not None:  # first: modes and checkpoints go around a graph, not into it
+    if asked.compile is not None:  # modes and checkpoints go around a graph, not into it
         stages_blocks = None if part.pipelined is None else part.pipelined.blocks()
         compiled = CompiledBlocks(asked.compile, part.model, world.spec, stages_blocks)
         opened.callback(compiled.close)
@@ -140,53 +210,7 @@ def build(
     blocks = recomputation.recompute_blocks(recompute, part.model, sequence, part.pipelined)
     if blocks is not None:
         opened.callback(blocks.close)
-
-    if asked.cuda_graph:
-        check_capture(world, drops=dropout_settings(part.model), recomputes=blocks is not None)
-
-    # Its master weights, gradients and optimizer state, and what works on them.
-    schedulers: list[Any] = []
-
-    def settled(optimizer: torch.optim.Optimizer | None) -> None:
-        schedulers.append(scheduler_of(asked.lr_scheduler, optimizer))
-        given.forget()
-
-    states = make_states(part, world, asked, blocks, recompute, settled)
-    opened.callback(states.close)
-    if fp8 is not None and fp8.weights is not None:
-        fp8.weights.watch(compiled)
-    opened.callback(NoCopies(part.model, world).close)
-    step_guard = StepGuard(states.optimizer, _BY_HAND)
-    opened.callback(step_guard.close)
-    if states.optimizer is not None:
-        opened.callback(claim(part.model, engine, in_chunks=world.spec.zero is not None).close)
-    forward = Forward(
-        part.model,
-        world,
-        asked.precision,
-        states,
-        pipelined=part.pipelined,
-        loss_fn=asked.loss_fn,
-        logits=None if fused is None else fused.logits,
-    )
-    captured, captured_zero = (
-        _captures(forward, states, part.model, world, blocks, opened) if asked.cuda_graph else (None, None)
-    )
-    return Built(
-        world=world,
-        part=part,
-        blocks=blocks,
-        fused=fused,
-        fp8=fp8,
-        compiled=compiled,
-        states=states,
-        step_guard=step_guard,
-        lr_scheduler=schedulers[0],
-        forward=forward,
-        model_state=part.whole_state(states, world),
-        captured=captured,
-        captured_zero=captured_zero,
-    )
+    return _ChangedLayers(fp8=fp8, compiled=compiled, fused=fused, blocks=blocks)
 
 
 def _in_fp8(model: nn.Module, asked: Arguments, world: World, opened: ExitStack) -> Fp8Layers | None:
