@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         step_speed,
         step_times,
     )
+    from meshfold.planner.fitting import explain_misfit, fits, suggest_change
     from meshfold.planner.machines import (
         MACHINES,
         PEAK_TFLOPS,
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
         find_machine,
         unlimited_machine,
     )
-    from meshfold.planner.planner import estimate, explain_misfit, fits, plan_memory, suggest_change
+    from meshfold.planner.planner import estimate, plan_memory
     from meshfold.planner.power import under_power_cap
     from meshfold.planner.suggestions import Option, Rejected, Suggestion, suggest
 
@@ -62,8 +63,9 @@ __all__ = [
 _MODULES = {
     "attention_choice": ("AttentionChoice", "choose_attention", "choose_spec"),
     "estimates": ("Estimate", "Memory", "StepSpeed", "Times", "Traffic", "step_speed", "step_times"),
+    "fitting": ("explain_misfit", "fits", "suggest_change"),
     "machines": ("MACHINES", "PEAK_TFLOPS", "Host", "Machine", "find_machine", "unlimited_machine"),
-    "planner": ("estimate", "explain_misfit", "fits", "plan_memory", "suggest_change"),
+    "planner": ("estimate", "plan_memory"),
     "power": ("under_power_cap",),
     "suggestions": ("Option", "Rejected", "Suggestion", "suggest"),
 }

@@ -18,8 +18,9 @@ from meshfold.mesh import LaunchError, MeshfoldError, ParallelSpec
 from meshfold.mesh.processes import running_world
 from meshfold.mesh.spec import format_bytes
 from meshfold.planner.estimates import Estimate, step_times
+from meshfold.planner.fitting import explain_misfit
 from meshfold.planner.machines import Machine, unlimited_machine
-from meshfold.planner.planner import estimate, explain_misfit
+from meshfold.planner.planner import estimate
 
 _MEGATRON = "megatron"
 

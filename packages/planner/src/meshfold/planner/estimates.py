@@ -108,6 +108,22 @@ class Memory:
 
 
 @dataclass(frozen=True, kw_only=True)
+class StepEstimate:
+    """An optimizer step of a rank, under a spec without stages; fields as in :class:`Estimate`.
+
+    Attributes:
+        entries: its collectives, in bytes.
+    """
+
+    entries: list[Entry]
+    work: Work
+    memory: Memory
+    update_bytes: int = 0
+    plan: Plan | None = None
+    refusal: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Traffic:
     """Collectives of one kind over the same axes in one part of an optimizer step.
 

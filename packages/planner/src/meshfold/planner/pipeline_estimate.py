@@ -7,10 +7,10 @@ simulator orders them and returns the time of a step and what each rank keeps.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -27,13 +27,13 @@ from meshfold.engine.model import (
     recompute_blocks,
     use_fp8,
 )
-from meshfold.engine.precision import Fp8Settings, Masters, Precision, other_dtypes
+from meshfold.engine.precision import Masters, Precision, other_dtypes
 from meshfold.engine.sequence import counted_attention, split_sequence
 from meshfold.engine.states import GradientReducer, PlainStates
 from meshfold.engine.world import PIPE, World, join_world
 from meshfold.kernels import Fp8Weight
 from meshfold.kernels.fuse import fuse
-from meshfold.mesh import Entry, Mesh, ParallelSpec, SpecError, all_reduce, dropout_stream, record
+from meshfold.mesh import Entry, Mesh, SpecError, all_reduce, dropout_stream, record
 from meshfold.mesh.collectives.push import channel_bytes
 from meshfold.mesh.model_io import DryRun, loss_mean
 from meshfold.mesh.processes import start_fake
@@ -41,8 +41,8 @@ from meshfold.mesh.spec import ZeroSpec
 from meshfold.pipeline import Costs, Simulation, simulate_costs
 from meshfold.pipeline.runtime import Microbatch
 from meshfold.planner.clock import Work
-from meshfold.planner.estimates import MOMENTS, Estimate, Memory, summarize_traffic
-from meshfold.planner.machines import Machine
+from meshfold.planner.estimate_settings import EstimateSettings
+from meshfold.planner.estimates import Estimate, Memory, summarize_traffic
 from meshfold.planner.stage_costs import StageCosts, peak_beside_state, stage_costs
 from meshfold.planner.step_bytes import fixed_bytes
 
@@ -88,25 +88,6 @@ _Ran = tuple[list[StageCosts], list[Entry], list[Microbatch]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Asked:
-    """The arguments of an estimate."""
-
-    build: Callable[[], nn.Module]
-    spec: ParallelSpec
-    batch_size: int
-    seq_len: int
-    precision: Precision
-    fp8: Fp8Settings | None
-    optimizer: str
-    accumulate: int
-    rules: Mapping[str, str] | None
-    recompute: str | None
-    kernels: Mapping[str, Any] | None
-    machine: Machine
-    name: str
-
-
-@dataclass(frozen=True, kw_only=True)
 class _Rank:
     """Measurements of one rank: its stages, and its other collectives per micro-step and per optimizer step."""
 
@@ -122,60 +103,27 @@ class _Rank:
     problem: StageProblem | None
 
 
-def estimate_pipeline(
-    build: Callable[[], nn.Module],
-    spec: ParallelSpec,
-    whole: Estimate,
-    *,
-    batch_size: int,
-    seq_len: int,
-    precision: str,
-    fp8: str | None,
-    fp8_gather: str,
-    optimizer: str,
-    accumulate: int,
-    rules: Mapping[str, str] | None,
-    recompute: str | None,
-    kernels: object,
-    machine: Machine,
-    clip: bool,
-    name: str,
-) -> Estimate:
+def estimate_pipeline(settings: EstimateSettings, whole: Estimate) -> Estimate:
     """Estimate a spec with ``pipeline``; see :func:`meshfold.planner.estimate`.
 
     Args:
+        settings: of the estimate.
         whole: the estimate of the same model without ``pipeline`` and ``zero``: names, shapes, roles of submodules.
 
     Returns:
         ``memory``, ``traffic``, ``flops``, ``plan`` and ``local_parameters`` are those of the rank that holds most.
     """
     begin = time.perf_counter()
-    asked = _Asked(
-        build=build,
-        spec=spec,
-        batch_size=batch_size,
-        seq_len=seq_len,
-        precision=Precision.parse(precision),
-        fp8=None
-        if fp8 is None
-        else Precision.parse(dict(name=precision, matmul="fp8", recipe=fp8, gather=fp8_gather)).fp8,
-        optimizer=optimizer,
-        accumulate=accumulate,
-        rules=rules,
-        recompute=recompute,
-        kernels=check_kernels(kernels),
-        machine=machine,
-        name=name,
-    )
+    spec, accumulate = settings.spec, settings.accumulate
     mesh = Mesh(spec.axes, rank=0)
-    seen = [_seen(asked, rank) for rank in next(iter(mesh.groups(PIPE)))]
-    stages = tuple(sorted((stage for one in seen for stage in one.stages), key=lambda stage: stage.number))
-    simulation = _simulated(seen[0], stages, asked, mesh)
+    measured = [_measured_rank(settings, rank) for rank in next(iter(mesh.groups(PIPE)))]
+    stages = tuple(sorted((stage for one in measured for stage in one.stages), key=lambda stage: stage.number))
+    simulation = _simulated(measured[0], stages, settings, mesh)
     memory: list[Memory] = []
     plans: list[Plan | None] = []
     refusals: list[str] = []
     entries: list[list[Entry]] = []
-    for rank, one in enumerate(seen):
+    for rank, one in enumerate(measured):
         own = [*_stage_entries(one, mesh), *one.micro_step] * accumulate + one.step
         if one.problem is None:
             there, others = peak_beside_state(simulation.schedule.ranks[rank], stages, one.memory.gradients)
@@ -202,14 +150,14 @@ def estimate_pipeline(
         whole,
         spec=spec,
         world_size=spec.world_size,
-        local_parameters=seen[rank].local_parameters,
-        tokens=batch_size * seq_len,
+        local_parameters=measured[rank].local_parameters,
+        tokens=settings.tokens,
         memory=memory[rank],
-        traffic=tuple(summarize_traffic(entries[rank], seen[rank].outer_axes)),
-        work=sum((work for stage in seen[rank].stages for work in stage.work), Work())
-        * (accumulate * seen[rank].microbatches),
-        update_bytes=0 if spec.zero is not None else seen[rank].memory.update_bytes(clip=clip),
-        updated=seen[rank].updated,
+        traffic=tuple(summarize_traffic(entries[rank], measured[rank].outer_axes)),
+        work=sum((work for stage in measured[rank].stages for work in stage.work), Work())
+        * (accumulate * measured[rank].microbatches),
+        update_bytes=0 if spec.zero is not None else measured[rank].memory.update_bytes(clip=settings.clip),
+        updated=measured[rank].updated,
         seconds=whole.seconds + time.perf_counter() - begin,
         plan=plans[rank] if plans else None,
         refusal=refusals[0] if refusals else "",
@@ -217,37 +165,38 @@ def estimate_pipeline(
     )
 
 
-def _seen(asked: _Asked, rank: int) -> _Rank:
+def _measured_rank(settings: EstimateSettings, rank: int) -> _Rank:
     """Set up a simulated rank, run its stages once, and return the measurements."""
     with (
-        start_fake(asked.spec.world_size, rank),
+        start_fake(settings.spec.world_size, rank),
         DryRun() as stand_in,
-        counted_attention(asked.spec, stand_in.add_attention),
+        counted_attention(settings.spec, stand_in.add_attention),
     ):
-        world = join_world(replace(asked.spec, zero=None), "meta")
-        built = assemble(asked.build, world, asked.precision, 0, asked.rules, PipelineSettings())
+        world = join_world(replace(settings.spec, zero=None), "meta")
+        built = assemble(settings.build, world, settings.parameter_precision, 0, settings.rules, PipelineSettings())
         stages = built.pipelined
         if stages is None:
-            raise SpecError(f"{asked.spec.written or asked.spec}: no pipeline to estimate")
+            raise SpecError(f"{settings.spec.written or settings.spec}: no pipeline to estimate")
         sequence = split_sequence(built.model, world, own_loss=False)
-        fused = None if asked.kernels is None else fuse(built.model, **asked.kernels)
+        kernels = check_kernels(settings.kernels)
+        fused = None if kernels is None else fuse(built.model, **kernels)
         if fused is not None and fused.logits is not None:
             stages.pipeline.defer_logits(fused.logits)
-        blocks = recompute_blocks(asked.recompute, built.model, sequence, stages)
+        blocks = recompute_blocks(settings.recompute, built.model, sequence, stages)
         built.model.train()
-        stages.pipeline.partition.set_absent_dtype(asked.precision.dtype)
+        stages.pipeline.partition.set_absent_dtype(settings.parameter_precision.dtype)
         step: list[Entry] = []
         memory = Memory(parameters=0, masters=0, gradients=0, optimizer=0, activations=0)  # filled in by the plan
         problem: StageProblem | None = None
-        if asked.spec.zero is None:
-            ran, step, memory = _with_plain_states(asked, world, built, stages, stand_in)
+        if settings.spec.zero is None:
+            ran, step, memory = _with_plain_states(settings, world, built, stages, stand_in)
         else:
-            kept = blocks if asked.recompute == "auto" else None
-            ran, problem = _with_chunks(asked, asked.spec.zero, world, built, stages, stand_in, kept)
+            kept = blocks if settings.recompute == "auto" else None
+            ran, problem = _with_chunks(settings, settings.spec.zero, world, built, stages, stand_in, kept)
         costs, micro_step, works = ran
-        if asked.fp8 is not None:
-            layers = use_fp8(built.model, asked.fp8, world)
-            cast = fp8_cast_bytes(built.model, asked.fp8, asked.spec, asked.accumulate)
+        if settings.fp8_settings is not None:
+            layers = use_fp8(built.model, settings.fp8_settings, world)
+            cast = fp8_cast_bytes(built.model, settings.fp8_settings, settings.spec, settings.accumulate)
             layers.close()
             memory = replace(memory, parameters=memory.parameters + cast)
         return _Rank(
@@ -265,7 +214,7 @@ def _seen(asked: _Asked, rank: int) -> _Rank:
 
 
 def _with_chunks(
-    asked: _Asked,
+    settings: EstimateSettings,
     zero: ZeroSpec,
     world: World,
     built: Assembled,
@@ -277,46 +226,44 @@ def _with_chunks(
     from meshfold.planner.zero_estimate import stage_problem
 
     in_fp8: dict[Tensor, Fp8Weight] = {}
-    if asked.fp8 is not None and world.data_size > 1:
-        layers = use_fp8(built.model, asked.fp8, world)
-        in_fp8 = fp8_gathered(built.model, asked.fp8, zero)
+    if settings.fp8_settings is not None and world.data_size > 1:
+        layers = use_fp8(built.model, settings.fp8_settings, world)
+        in_fp8 = fp8_gathered(built.model, settings.fp8_settings, zero)
         layers.close()
-    _cast(built, asked.precision)
+    _cast(built, settings.parameter_precision)
     with dropout_stream(0, 0):
-        ran = _run(asked, world, built.model, stages, stand_in, None)
+        ran = _run(settings, world, built.model, stages, stand_in, None)
         works = ran[2]
         problem = stage_problem(
+            settings,
             built.model,
             world,
-            zero,
-            asked.precision,
             lambda: stages.pipeline.rehearse(works[0]),
             stand_in,
-            machine=asked.machine,
-            tokens=asked.batch_size * asked.seq_len // world.data_size,
-            accumulation=asked.accumulate,
-            moments=MOMENTS[asked.optimizer],
             blocks=blocks,
-            name=asked.name,
             in_fp8=in_fp8,
         )
-    return ran, replace(problem, recomputed=asked.recompute == "blocks")
+    return ran, problem
 
 
 def _with_plain_states(
-    asked: _Asked, world: World, built: Assembled, stages: PipelinedModel, stand_in: DryRun
+    settings: EstimateSettings, world: World, built: Assembled, stages: PipelinedModel, stand_in: DryRun
 ) -> tuple[_Ran, list[Entry], Memory]:
     """Run a rank's stages without ``zero``; return what :func:`_run` does, a step's other collectives, and the memory."""
     states = PlainStates(
         built.parameters,
-        Masters(built.parameters.values(), asked.precision, other_dtypes(built.model, asked.precision)),
+        Masters(
+            built.parameters.values(),
+            settings.parameter_precision,
+            other_dtypes(built.model, settings.parameter_precision),
+        ),
         world,
         None,
     )
     parameters = list(built.model.parameters())
     states.begin(first=True)
     with dropout_stream(0, 0), states.backward("last"):
-        ran = _run(asked, world, built.model, stages, stand_in, states.reducer)
+        ran = _run(settings, world, built.model, stages, stand_in, states.reducer)
         with record() as log:
             log.phase = "gradients"
             states.complete(parameters)
@@ -324,13 +271,13 @@ def _with_plain_states(
             log.phase = "norm"
             states.norm()
     held = Memory.without_zero(
-        parameters, [*states.targets.values()], asked.optimizer, fixed_bytes(built.model, asked.machine.kind)
+        parameters, [*states.targets.values()], settings.optimizer, fixed_bytes(built.model, settings.machine.kind)
     )
-    return ran, log.entries, replace(held, channels=channel_bytes(asked.machine.reaches))
+    return ran, log.entries, replace(held, channels=channel_bytes(settings.machine.reaches))
 
 
 def _run(
-    asked: _Asked,
+    settings: EstimateSettings,
     world: World,
     model: nn.Module,
     stages: PipelinedModel,
@@ -338,10 +285,13 @@ def _run(
     reducer: GradientReducer | None,
 ) -> _Ran:
     """Return the costs of the stages, the other collectives of a micro-step, and the micro-batches."""
-    rows = asked.batch_size // asked.accumulate
-    ids = torch.empty(rows, asked.seq_len, dtype=torch.int64, device=world.device)
+    rows = settings.batch_size // settings.accumulate
+    ids = torch.empty(rows, settings.seq_len, dtype=torch.int64, device=world.device)
     given = prepare_batch(
-        shard_batch(ids, world.row_index, world.row_size), world.device, asked.precision.dtype, own_loss=False
+        shard_batch(ids, world.row_index, world.row_size),
+        world.device,
+        settings.parameter_precision.dtype,
+        own_loss=False,
     )
     with record() as log:
         shares = Shares(given, world, mean=loss_mean(model), places=False)
@@ -349,7 +299,7 @@ def _run(
         all_reduce(shares.weight(), world.data_group)
     pipe, cut_here = world.mesh.size(PIPE), stages.pipeline.partition
     log.entries.append(Entry("broadcast", (PIPE,), pipe, 8, "loss"))
-    zero = asked.spec.zero
+    zero = settings.spec.zero
     if zero is not None and zero.stage == 3:  # all ranks must agree on the number of micro-batches
         log.entries.append(Entry("all_reduce", world.data_group.axes, world.data_size, 8, "forward"))
     for tie in cut_here.ties:
@@ -359,7 +309,7 @@ def _run(
         log.entries += [sent] * (len(tie.ranks) - 1) * parameter.requires_grad
     works = stages.microbatches(given)
     with record() as scratch:
-        costs = stage_costs(stages.pipeline, works[0], scratch, stand_in, reducer, asked.machine.kind)
+        costs = stage_costs(stages.pipeline, works[0], scratch, stand_in, reducer, settings.machine.kind)
     return costs, log.entries, works
 
 
@@ -377,10 +327,10 @@ def _stage_entries(one: _Rank, mesh: Mesh) -> list[Entry]:
     return found * one.microbatches
 
 
-def _simulated(one: _Rank, stages: Sequence[StageCosts], asked: _Asked, mesh: Mesh) -> Simulation:
+def _simulated(one: _Rank, stages: Sequence[StageCosts], settings: EstimateSettings, mesh: Mesh) -> Simulation:
     """Simulate the schedule of a micro-step; ``auto`` searches for its order with these costs."""
-    machine, stage_ranks = asked.machine, one.pipeline.stage_ranks
-    seconds = [stage.seconds(machine, mesh, asked.precision.name) for stage in stages]
+    machine, stage_ranks = settings.machine, one.pipeline.stage_ranks
+    seconds = [stage.seconds(machine, mesh, settings.precision) for stage in stages]
     forward, backward, weight = ([one[i] for one in seconds] for i in range(3))
     send = []
     for stage, (source, target) in zip(stages, pairwise(stage_ranks), strict=False):
@@ -394,7 +344,7 @@ def _simulated(one: _Rank, stages: Sequence[StageCosts], asked: _Asked, mesh: Me
         activation=[float(stage.activation_bytes) for stage in stages],
         kept=[min(1.0, stage.waiting_bytes / max(1, stage.activation_bytes)) for stage in stages],
     )
-    if asked.spec.pipeline is not None and asked.spec.pipeline.schedule == "auto":
+    if settings.spec.pipeline is not None and settings.spec.pipeline.schedule == "auto":
         one.pipeline.replan(costs)
     return simulate_costs(one.pipeline.program(one.microbatches).schedule, costs)
 

@@ -28,7 +28,8 @@ from meshfold.mesh.collectives.push import bytes_of_channel, channel_bytes, push
 from meshfold.mesh.model_io import DryRun, OperatorCounter
 from meshfold.mesh.spec import ZeroSpec
 from meshfold.planner.clock import Work, kernels_of, operator_seconds
-from meshfold.planner.estimates import Memory
+from meshfold.planner.estimate_settings import EstimateSettings
+from meshfold.planner.estimates import MOMENTS, Memory, StepEstimate
 from meshfold.planner.machines import Machine
 from meshfold.planner.step_bytes import allocation_bytes, fixed_bytes
 from meshfold.zero_gemini import MemoryPlanError, slot_alignment
@@ -48,53 +49,25 @@ if TYPE_CHECKING:
     from meshfold.engine import Engine
 
 
-@dataclass(frozen=True, kw_only=True)
-class ZeroEstimate:
-    """A spec with ``zero``, measured without running; fields as in :class:`meshfold.planner.estimates.Estimate`."""
-
-    entries: list[Entry]
-    work: Work
-    memory: Memory
-    workload: Workload
-    plan: Plan | None
-    refusal: str
-
-
 def estimate_zero(
-    engine: Engine,
-    spec: ZeroSpec,
-    micro_step: Callable[[Log], None],
-    stand_in: DryRun,
-    *,
-    machine: Machine,
-    tokens: int,
-    accumulation: int,
-    moments: int,
-    name: str,
-    blocks: RecomputedBlocks | None = None,
-    recomputed: bool = False,
-    fp8_gather: str = "bf16",
-) -> ZeroEstimate:
+    settings: EstimateSettings, engine: Engine, micro_step: Callable[[Log], None], stand_in: DryRun
+) -> StepEstimate:
     """Trace a micro-step of an engine without ``zero`` on the meta device, and plan as if it had it.
 
     When this returns, blocks keep their activations as the plan says.
 
     Args:
+        settings: of the estimate, with an entry ``zero``.
         engine: with the model; no other code takes gradients.
-        spec: the entry.
         micro_step: forward and backward, telling a log of its phase.
         stand_in: context in which it runs.
-        machine: to plan for.
-        tokens: of this rank in an optimizer step.
-        accumulation: micro-steps of an optimizer step.
-        moments: numbers that the optimizer keeps for an element.
-        name: of the model.
-        blocks: those whose activations the plan may keep.
-        recomputed: all blocks recompute their activations.
-        fp8_gather: in what weights that only fp8 products read are gathered.
     """
+    spec, machine, accumulation = zero_of(settings), settings.machine, settings.accumulate
+    moments = MOMENTS[settings.optimizer]
     world, precision = engine.world, engine.precision
     ranks, local = world.data_size, min(machine.devices, world.mesh.world_size)
+    tokens = settings.tokens // ranks
+    blocks = engine.recomputed_blocks if settings.recompute == "auto" else None
 
     def traced() -> tuple[Trace, OperatorCounter, Log]:
         with record() as log:
@@ -112,10 +85,10 @@ def estimate_zero(
             dtype=precision.dtype,
             other_dtypes=other_dtypes(engine.model, precision),
             slot_align_elems=slot_alignment(spec.regime),
-            in_fp8=fp8_gathered(engine.model, precision.fp8, spec, fp8_gather) if ranks > 1 else {},
+            in_fp8=fp8_gathered(engine.model, precision.fp8, spec, settings.fp8_gather) if ranks > 1 else {},
             pushed=pushed_on(machine, world.mesh, spec.transport),
         ),
-        name=name,
+        name=settings.name,
         regime=regime_of(spec, precision, accumulation=accumulation, ranks=ranks, moments=moments),
         tokens=tokens,
         stage=spec.stage,
@@ -127,20 +100,26 @@ def estimate_zero(
         # Only Adam steps chunk by chunk during backward.
         clipping=engine.runner.needs_all_gradients or moments != 2 or precision.name == "fp64",
     )
+    recomputed = settings.recompute == "blocks"
     workload = replace(workload, recomputed=recomputed, **largest_output(engine.model, tokens // accumulation))
     rates = machine.rates(precision.name, mesh=world.mesh, axes=world.outer_axes, ranks=local)
     found, refusal, memory = fit(spec, workload, rates, channel_bytes(machine.reaches))
     if found is not None and blocks is not None:
         blocks.keep([layer.name for layer in found.layers if layer.kept])
         _, counted, log = traced()  # layers that keep activations are not recomputed, nor their collectives repeated
-    return ZeroEstimate(
+    return StepEstimate(
         entries=[*log.entries * accumulation, *chunk_entries(workload, world, found)],
         work=Work.of(counted) * accumulation,
         memory=memory,
-        workload=workload,
         plan=found,
         refusal=refusal,
     )
+
+
+def zero_of(settings: EstimateSettings) -> ZeroSpec:
+    """Return the entry ``zero`` of a spec that has one."""
+    assert settings.spec.zero is not None  # asked by the caller
+    return settings.spec.zero
 
 
 def fit(spec: ZeroSpec, workload: Workload, rates: Rates, channels: int) -> tuple[Plan | None, str, Memory]:
@@ -361,38 +340,27 @@ class StageProblem:
 
 
 def stage_problem(
+    settings: EstimateSettings,
     model: nn.Module,
     world: World,
-    spec: ZeroSpec,
-    precision: Precision,
     rehearse: Callable[[], None],
     stand_in: DryRun,
     *,
-    machine: Machine,
-    tokens: int,
-    accumulation: int,
-    moments: int,
     blocks: RecomputedBlocks | None,
-    name: str,
     in_fp8: Mapping[Tensor, Fp8Weight],
 ) -> StageProblem:
     """Trace a rank's stages on one micro-batch.
 
     Args:
+        settings: of the estimate, with entries ``zero`` and ``pipeline``.
         model: the rank's part, on the meta device.
         world: its ranks.
-        spec: the entry ``zero``.
-        precision: of the model.
         rehearse: F and backward of the stages.
         stand_in: context in which it runs.
-        machine: to plan for.
-        tokens: of this rank in an optimizer step.
-        accumulation: micro-steps of an optimizer step.
-        moments: numbers that the optimizer keeps for an element.
         blocks: those whose activations the plan may keep.
-        name: of the model.
         in_fp8: weights that are gathered in fp8.
     """
+    spec, machine, precision = zero_of(settings), settings.machine, settings.parameter_precision
     local = min(machine.devices, world.mesh.world_size)
     with record() as log:
         trace, _ = trace_without_values(model, rehearse, stand_in, machine, precision, blocks)
@@ -410,11 +378,18 @@ def stage_problem(
         chunks=chunks,
         spec=spec,
         world=world,
-        regime=regime_of(spec, precision, accumulation=max(2, accumulation), ranks=world.data_size, moments=moments),
+        regime=regime_of(
+            spec,
+            precision,
+            accumulation=max(2, settings.accumulate),
+            ranks=world.data_size,
+            moments=MOMENTS[settings.optimizer],
+        ),
         rates=machine.rates(precision.name, mesh=world.mesh, axes=world.outer_axes, ranks=local),
-        tokens=tokens,
-        accumulation=accumulation,
+        tokens=settings.tokens // world.data_size,
+        accumulation=settings.accumulate,
         ranks_per_host=local,
-        name=name,
+        name=settings.name,
         channels=channel_bytes(machine.reaches),
+        recomputed=settings.recompute == "blocks",
     )

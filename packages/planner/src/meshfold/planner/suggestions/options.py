@@ -9,8 +9,9 @@ from typing import Any
 from torch import nn
 
 from meshfold.planner.estimates import Estimate, StepSpeed, step_speed
+from meshfold.planner.fitting import explain_misfit, fits
 from meshfold.planner.machines import Machine
-from meshfold.planner.planner import estimate, explain_misfit, fits
+from meshfold.planner.planner import estimate
 from meshfold.planner.report import format_seconds
 from meshfold.planner.suggestions.layouts import Candidate, Family
 from meshfold.planner.suggestions.outlook import Outlook
