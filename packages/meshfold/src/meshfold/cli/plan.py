@@ -20,7 +20,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,7 +39,8 @@ from meshfold.cli.plan_folding import add_folding, is_folding, plan_folding_mode
 from meshfold.cli.train_arguments import FP8_NAMES, OPTIMIZER_NAMES, RECOMPUTE
 
 if TYPE_CHECKING:
-    from meshfold.planner import Estimate, Machine, Times
+    from meshfold.mesh import ParallelSpec
+    from meshfold.planner import AttentionChoice, Estimate, Machine, Times
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -85,26 +86,10 @@ def run(arguments: argparse.Namespace) -> int:
     parallel = read_parallel(arguments.parallel)
     read_model(arguments)
     changes, rules = read_changes(arguments.changes), read_rules(arguments.rules)
-    from meshfold.mesh import ParallelSpec
-    from meshfold.planner import (
-        choose_attention,
-        estimate,
-        explain_misfit,
-        step_speed,
-        step_times,
-        suggest_change,
-    )
+    from meshfold.planner import choose_attention, estimate, explain_misfit, suggest_change
     from meshfold.train.model_choice import choose_model, longest
 
-    spec = ParallelSpec.parse(parallel, arguments.ranks)
-    spec = spec.with_world_size(spec.world_size)  # data defaults to 1 without --ranks
-    spec.require_installed()
-    staged = spec.pipeline is not None and spec.pipeline.size > 1
-    if spec.zero is None and not staged and (arguments.timeline or arguments.trace):
-        raise Failure(
-            "--timeline and --trace show where zero=... keeps things, or who does what when in a pipeline, and this spec "
-            "has no zero and no pipeline"
-        )
+    spec = _spec_of(arguments, parallel)
     precision = arguments.precision or "bf16"
     machine = chosen_machine(arguments, arguments.machine or ("h200" if spec.world_size == 1 else "h200x8"))
     seq_len = arguments.seq_len or longest(arguments.model, arguments.hf, changes)
@@ -132,36 +117,83 @@ def run(arguments: argparse.Namespace) -> int:
 
     found = alike(spec)
     attention = choose_attention(found, machine, precision, alike)
-    took, speed = step_times(found, machine, precision), step_speed(found, machine, precision)
     reason = explain_misfit(found, machine)
     _write_pictures(found, arguments.timeline, arguments.trace)
+    asked = _Asked(arguments, name=model.name, seq_len=seq_len, precision=precision, machine=machine)
     if arguments.json:
-        words = {
-            "model": model.name,
-            "batch_size": arguments.batch_size,
-            "seq_len": seq_len,
-            "precision": precision,
-        }
-        answer = words | _answer(found, took, machine) | {"speed": asdict(speed)}
-        if attention is not None:
-            answer["attention"] = {"by_tokens": attention.by_tokens, "why": str(attention)}
-        print(json.dumps(answer, indent=1, default=str))
+        _print_numbers(asked, found, attention)
     else:
-        from meshfold.planner.report import verdict_line
-
-        print(f"{model.name}, {arguments.batch_size} sequences of {seq_len} tokens, {precision}")
-        print(f"{verdict_line(found, speed, machine, fits=not reason)}\n")
-        _show(found, took, machine, report=arguments.report)
-        if found.fp8:
-            print(f"\n{found.fp8}\n{_fp8_times(found, machine, arguments.fp8)}")
-        if attention is not None:
-            print(f"\noverlap='auto': {attention}")
-        _note_defaults(arguments, seq_len)
+        _print_tables(asked, found, attention, fits=not reason)
     if reason:
         rows = max(1, arguments.batch_size // arguments.accumulate // spec.axes["data"])
         change = suggest_change(found, machine, arguments.recompute, rows, estimated, accumulate=arguments.accumulate)
         raise Failure(f"it does not fit: {reason.removesuffix('.')}. {change}", code=1)
     return 0
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """The arguments of a plan, with the defaults that depend on the model and the spec."""
+
+    arguments: argparse.Namespace
+    name: str
+    seq_len: int
+    precision: str
+    machine: Machine
+
+
+def _spec_of(arguments: argparse.Namespace, parallel: Any) -> ParallelSpec:
+    """Return the parsed spec.
+
+    Raises:
+        Failure: for pictures of a spec that has none.
+    """
+    from meshfold.mesh import ParallelSpec
+
+    spec = ParallelSpec.parse(parallel, arguments.ranks)
+    spec = spec.with_world_size(spec.world_size)  # data defaults to 1 without --ranks
+    spec.require_installed()
+    staged = spec.pipeline is not None and spec.pipeline.size > 1
+    if spec.zero is None and not staged and (arguments.timeline or arguments.trace):
+        raise Failure(
+            "--timeline and --trace show where zero=... keeps things, or who does what when in a pipeline, and this spec "
+            "has no zero and no pipeline"
+        )
+    return spec
+
+
+def _print_numbers(asked: _Asked, found: Estimate, attention: AttentionChoice | None) -> None:
+    """Print the plan as JSON."""
+    from meshfold.planner import step_speed, step_times
+
+    machine, precision = asked.machine, asked.precision
+    answer = {
+        "model": asked.name,
+        "batch_size": asked.arguments.batch_size,
+        "seq_len": asked.seq_len,
+        "precision": precision,
+        **_answer(found, step_times(found, machine, precision), machine),
+        "speed": asdict(step_speed(found, machine, precision)),
+    }
+    if attention is not None:
+        answer["attention"] = {"by_tokens": attention.by_tokens, "why": str(attention)}
+    print(json.dumps(answer, indent=1, default=str))
+
+
+def _print_tables(asked: _Asked, found: Estimate, attention: AttentionChoice | None, *, fits: bool) -> None:
+    """Print the verdict in a line, tables of memory, traffic and time, and notes."""
+    from meshfold.planner import step_speed, step_times
+    from meshfold.planner.report import verdict_line
+
+    arguments, machine, precision = asked.arguments, asked.machine, asked.precision
+    print(f"{asked.name}, {arguments.batch_size} sequences of {asked.seq_len} tokens, {precision}")
+    print(f"{verdict_line(found, step_speed(found, machine, precision), machine, fits=fits)}\n")
+    _show(found, step_times(found, machine, precision), machine, report=arguments.report)
+    if found.fp8:
+        print(f"\n{found.fp8}\n{_fp8_times(found, machine, arguments.fp8)}")
+    if attention is not None:
+        print(f"\noverlap='auto': {attention}")
+    _note_defaults(arguments, asked.seq_len)
 
 
 def _note_defaults(arguments: argparse.Namespace, seq_len: int) -> None:
