@@ -117,21 +117,7 @@ class GRPO:
         Raises:
             SpecError: for a setting out of range, or a model with dropout.
         """
-        if kind not in GRPO_KINDS:
-            raise SpecError(f"kind={kind!r}: use {', '.join(map(repr, GRPO_KINDS))}{did_you_mean(kind, GRPO_KINDS)}")
-        if group < 2:
-            raise SpecError(f"group={group}: completions of a prompt are compared with each other, so 2 or more")
-        if unbiased_kl and kind == "rloo":
-            raise SpecError(
-                "unbiased_kl=True with kind='rloo', whose KL penalty is in the reward: leave unbiased_kl out"
-            )
-        if not beta >= 0:
-            raise SpecError(f"beta={beta!r}: a factor from 0 up")
-        if updates < 1 or batch_size * group % updates:
-            raise SpecError(
-                f"updates={updates} for {batch_size} prompts of {group} completions: optimizer steps of equally many; write a "
-                f"divisor of {batch_size * group}"
-            )
+        _check_settings(kind, group, batch_size, updates, beta, unbiased_kl=unbiased_kl)
         self._kind, self._group, self._batch, self._updates = kind, group, batch_size, updates
         self._scale = cast(Literal["group", "batch", "none"], scale or ("none" if kind == "dr_grpo" else "group"))
         self._clip: dict[str, Any] = dict(low=low, high=high, ratio_of=ratio_of)
@@ -330,3 +316,20 @@ def at_labels(batch: Mapping[str, Tensor], values: Sequence[Sequence[float]]) ->
 def taken(batch: Mapping[str, Tensor], rows: Tensor) -> dict[str, Tensor]:
     """Return some rows of a batch."""
     return {name: value[rows] for name, value in batch.items()}
+
+
+def _check_settings(kind: str, group: int, batch_size: int, updates: int, beta: float, *, unbiased_kl: bool) -> None:
+    """Refuse settings out of range, or that contradict each other; they are those of :class:`GRPO`."""
+    if kind not in GRPO_KINDS:
+        raise SpecError(f"kind={kind!r}: use {', '.join(map(repr, GRPO_KINDS))}{did_you_mean(kind, GRPO_KINDS)}")
+    if group < 2:
+        raise SpecError(f"group={group}: completions of a prompt are compared with each other, so 2 or more")
+    if unbiased_kl and kind == "rloo":
+        raise SpecError("unbiased_kl=True with kind='rloo', whose KL penalty is in the reward: leave unbiased_kl out")
+    if not beta >= 0:
+        raise SpecError(f"beta={beta!r}: a factor from 0 up")
+    if updates < 1 or batch_size * group % updates:
+        raise SpecError(
+            f"updates={updates} for {batch_size} prompts of {group} completions: optimizer steps of equally many; write a "
+            f"divisor of {batch_size * group}"
+        )

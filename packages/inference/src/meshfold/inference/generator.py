@@ -129,10 +129,10 @@ class Generator:
         self._decode = decode
         self._ahead = settings.count("ahead", ahead) if ahead is not None else 8 if device.type == "cuda" else 1
         self.version, self._requests = 0, 0
-        self.runner: Runner
-        self.reason = ""
         part, parts = attention_part(self._module)
         each = -(-pages // parts)
+        self.runner: Runner
+        self.reason = ""
         try:
             self.runner = PagedForward(
                 model,
@@ -147,6 +147,7 @@ class Generator:
             )
         except MeshfoldError as error:  # a spec, or a model, that the conversion refuses to run in this way
             self.reason = str(error)
+        self.paged = not self.reason
         settings.count("host_tokens", host_tokens, least=0)
         if self.reason and (cache is not None or host_tokens):
             name, value = ("host_tokens", host_tokens) if cache is None else ("cache", cache)
@@ -155,17 +156,14 @@ class Generator:
             )
         if self.reason:
             self.runner = WholeForward(model, device)
-        self.paged = not self.reason
-        hosts: list[HostPages | None] = [None] * parts
-        if isinstance(self.runner, PagedForward):
-            if host_tokens >= page_size:
-                count = -(-(host_tokens // page_size) // parts)
-                hosts = [HostPages(self.runner.pool, count, here=number == part) for number in range(parts)]
-        else:
             part, parts, each = 0, 1, pages
+        hosts: list[HostPages | None] = [None] * parts
+        if isinstance(self.runner, PagedForward) and host_tokens >= page_size:
+            count = -(-(host_tokens // page_size) // parts)
+            hosts = [HostPages(self.runner.pool, count, here=number == part) for number in range(parts)]
         self.host = hosts[part]
         self.scheduler = Scheduler(
-            [Part(Pages(each, page_size), host) for host in hosts[:parts]],
+            [Part(Pages(each, page_size), host) for host in hosts],
             most_rows=most_rows,
             chunk=chunk,
             share=share_prefixes and self.paged,

@@ -38,7 +38,7 @@ from meshfold.mesh.parameters import StoredValue, metadata_on, uncompiled_name
 from meshfold.zero_gemini import BackwardRole, Entry, Gemini, Memory
 from meshfold.zero_gemini.machine_rates import measure_rank_rates, ranks_per_host
 from meshfold.zero_gemini.optimizer import DiskSettings, optimizer_kind
-from meshfold.zero_gemini.planner import gradient_dtype
+from meshfold.zero_gemini.planner import Regime, gradient_dtype
 
 if TYPE_CHECKING:
     from meshfold.pipeline import Pipeline
@@ -108,12 +108,9 @@ class ZeroStates:
             regime = regime_of(spec, precision, accumulation=accumulation, ranks=ranks)
             if world.device.type == "cuda" and spec.placement == "auto" and make is not None:
                 measure_rank_rates(world.device, regime.name)  # evaluation needs no plan
-            elements = sum(parameter.numel() for parameter in model.parameters())
-            own = sum(p.numel() / world.mesh.size(*metadata_on(p, world.mesh).sum_axes) for p in model.parameters())
-            sizes = Sizes.of(regime, elements=elements, ranks=elements / own if own else ranks)
             sums = accumulation > 1 and spec.stage > 1  # sums are held between micro-steps
-            if make is not None and not looks_at_all and not sums and _is_adam(make, precision):
-                sizes = replace(sizes, gradient=0.0)  # each is stepped when it arrives
+            steps_at_once = make is not None and not looks_at_all and not sums and _is_adam(make, precision)
+            sizes = _state_sizes(model, world, regime, holds_gradients=not steps_at_once)
             local = ranks_per_host(world.mesh.world_size)
             self._world, self._model, self._owed = world, model, False
             self._whole_names = names or {}
@@ -417,6 +414,21 @@ def _pieces_of_number(
     """Return the shards of a number, which every rank with a part of the parameter holds."""
     ranks = ranks_with_same_index(mesh, alike) if run and run.start == 0 else [-1]
     return shards_of_replicated(name, shape, ranks, mesh.rank)
+
+
+def _state_sizes(model: nn.Module, world: World, regime: Regime, *, holds_gradients: bool) -> Sizes:
+    """Return this rank's elements, and bytes an element, of the state of training before it is in chunks.
+
+    Args:
+        model: this rank's part.
+        world: its ranks; experts are shared by fewer of them.
+        regime: bytes an element.
+        holds_gradients: the step begins when all gradients have arrived; else each is stepped when it arrives.
+    """
+    elements = sum(parameter.numel() for parameter in model.parameters())
+    own = sum(p.numel() / world.mesh.size(*metadata_on(p, world.mesh).sum_axes) for p in model.parameters())
+    sizes = Sizes.of(regime, elements=elements, ranks=elements / own if own else world.data_size)
+    return sizes if holds_gradients else replace(sizes, gradient=0.0)
 
 
 def _first_norm(model: nn.Module) -> str:

@@ -20,6 +20,7 @@ from meshfold.pipeline.runtime.blocks import Blocks, balance_blocks, find_blocks
 from meshfold.pipeline.runtime.forward_analysis import Example, analyze_forward, some_tokens
 from meshfold.pipeline.runtime.partial_forward import PartialForward
 from meshfold.pipeline.runtime.placeholders import AbsentBlock, AbsentParameter, set_absent_dtype
+from meshfold.pipeline.runtime.stage_assignment import StageAssignment
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,44 +165,27 @@ def partition_model(model: nn.Module, mesh: Mesh, stage_ranks: Sequence[int], co
     bounds = _bounds(model, found, before, len(stage_ranks), config)
     look.check(bounds, found.name)
     rank = mesh.index(axis)
-    stage_of_block = [stage for stage in range(len(stage_ranks)) for _ in range(bounds[stage], bounds[stage + 1])]
-    partial_forward.forms.check(
-        [[i for i, stage in enumerate(stage_of_block) if stage_ranks[stage] == r] for r in range(max(stage_ranks) + 1)]
-    )
+    assigned = StageAssignment.of(found, look, bounds, stage_ranks)
+    partial_forward.forms.check([assigned.blocks_of(rank) for rank in range(max(stage_ranks) + 1)])
+    _check_buffers(model, look.changed, assigned.ranks_of)
 
-    def stages_of(name: str) -> set[int]:
-        index = found.index_of(name)
-        called = {stage_of_block[max(behind, 0)] for behind in look.uses.get(name, ())}
-        if index is not None:
-            return {stage_of_block[index], *called}
-        return called or {len(stage_ranks) - 1}
-
-    _check_buffers(model, look.changed, lambda name: {stage_ranks[stage] for stage in stages_of(name)})
-    stages: dict[Tensor, set[int]] = {}
+    stages: dict[Tensor, set[int]] = {}  # that use a parameter
     firsts: dict[Tensor, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        stages.setdefault(parameter, set()).update(stages_of(name))
+        stages.setdefault(parameter, set()).update(assigned.stages_of(name))
         firsts.setdefault(parameter, name)
     ranks_of = {kept: tuple(sorted({stage_ranks[stage] for stage in using})) for kept, using in stages.items()}
     ties = _annotate(ranks_of, firsts, mesh, axis)
-    places = tuple(slot for name, slot in _slots(model) if found.index_of(name) is None)
+    slots = _slots(model)
+    places = tuple(slot for name, slot in slots if found.index_of(name) is None)
+
+    _remove_blocks(partial_forward, found, assigned, rank)
 
     def used() -> bool:
         return partial_forward.run is not None and partial_forward.run.inside
 
     # A module may have several names; only one of them is in the stage.
-    here = {slot for name, slot in _slots(model) if rank in {stage_ranks[stage] for stage in stages_of(name)}}
-    outside = [
-        module
-        for module, behind in look.called_outside.items()
-        if rank in {stage_ranks[stage_of_block[max(index, 0)]] for index in behind}
-    ]
-    for index, block in enumerate(partial_forward.blocks):
-        if stage_ranks[stage_of_block[index]] != rank:
-            absent = AbsentBlock(block, outside)
-            partial_forward.replace_block(index, absent)
-            found.container._modules[found.keys[index]] = absent
-    _remove_parameters(model, here, place, used)
+    _remove_parameters(model, {slot for name, slot in slots if rank in assigned.ranks_of(name)}, place, used)
     names = {name: firsts[parameter] for name, parameter in model.named_parameters(remove_duplicate=False)}
     users = {
         firsts[parameter]: {stage for stage in using if stage_ranks[stage] == rank}
@@ -221,6 +205,16 @@ def partition_model(model: nn.Module, mesh: Mesh, stage_ranks: Sequence[int], co
         weights=weights,
         outside_blocks=places,
     )
+
+
+def _remove_blocks(partial_forward: PartialForward, blocks: Blocks, assigned: StageAssignment, rank: int) -> None:
+    """Put stand-ins in the place of all blocks that other ranks have."""
+    here, outside = assigned.blocks_of(rank), assigned.called_outside(rank)
+    for index, block in enumerate(partial_forward.blocks):
+        if index not in here:
+            absent = AbsentBlock(block, outside)
+            partial_forward.replace_block(index, absent)
+            blocks.container._modules[blocks.keys[index]] = absent
 
 
 def _annotate(

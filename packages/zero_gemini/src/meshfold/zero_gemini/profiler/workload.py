@@ -99,10 +99,36 @@ def workload_of(
         )
     layers = _alike(trace.layers)
     timesteps = _without_recomputing(timesteps, layers)
-    visits = {chunk.name: _visits(chunk, timesteps, half) for chunk in chunks}
-    forward, backward = _seconds(chunks, timesteps[:half]), _seconds(chunks, timesteps[half:])
+    costs = _chunk_costs(chunks, timesteps, half)
     light = light_units(chunks)
+    return Workload(
+        name=name,
+        chunks=tuple(sorted(costs, key=lambda cost: cost.forward[0])),
+        layers=tuple(_layer_cost(layer, layers, timesteps) for layer in layers),
+        non_model_bytes=tuple(timestep.non_model_bytes for timestep in timesteps),
+        forward_timesteps=half,
+        tokens=tokens,
+        regime=regime,
+        clipping=clipping,
+        strategies=(SPLIT_STEP,) if clipping else None,  # chunks on disk are stepped whole before the forward
+        stage=stage,
+        accumulation=accumulation,
+        data_ranks=data_ranks,
+        ranks_per_host=ranks_per_host,
+        host_base_bytes=host_base_bytes,
+        whole_gradients=whole_gradients,
+        prefetch_timesteps=prefetch,
+        light_timesteps=frozenset(i for i, timestep in enumerate(timesteps) if timestep.unit in light),
+        reshards=reshards,
+        units=tuple(timestep.unit for timestep in timesteps),
+    )
+
+
+def _chunk_costs(chunks: Sequence[ChunkUse], timesteps: Sequence[TracedTimestep], half: int) -> list[ChunkCost]:
+    """Return when each chunk is used and reduced, and the seconds of its units; ``half``: timesteps of the forward."""
+    visits = {chunk.name: _visits(chunk, timesteps, half) for chunk in chunks}
     backwards = {chunk.name: _backward_visits(visits[chunk.name], timesteps, half) for chunk in chunks}
+    forward, backward = _seconds(chunks, timesteps[:half]), _seconds(chunks, timesteps[half:])
     reduced = _reduced_in(chunks, backwards, timesteps, half)
     costs = []
     for chunk in chunks:
@@ -125,39 +151,20 @@ def workload_of(
                 channel=chunk.channel,
             )
         )
-    return Workload(
-        name=name,
-        chunks=tuple(sorted(costs, key=lambda cost: cost.forward[0])),
-        layers=tuple(
-            Layer(
-                name=layer.name,
-                kept_bytes=layer.kept_bytes,
-                recompute_seconds=layer.seconds,
-                first=layer.first,
-                last=layer.last,
-                counted_bytes=_counted_bytes(layer, layers, timesteps),
-                own_bytes=max(
-                    0, layer.before_bytes + layer.kept_bytes - timesteps[_after(timesteps, layer)].non_model_bytes
-                ),
-            )
-            for layer in layers
-        ),
-        non_model_bytes=tuple(timestep.non_model_bytes for timestep in timesteps),
-        forward_timesteps=half,
-        tokens=tokens,
-        regime=regime,
-        clipping=clipping,
-        strategies=(SPLIT_STEP,) if clipping else None,  # chunks on disk are stepped whole before the forward
-        stage=stage,
-        accumulation=accumulation,
-        data_ranks=data_ranks,
-        ranks_per_host=ranks_per_host,
-        host_base_bytes=host_base_bytes,
-        whole_gradients=whole_gradients,
-        prefetch_timesteps=prefetch,
-        light_timesteps=frozenset(i for i, timestep in enumerate(timesteps) if timestep.unit in light),
-        reshards=reshards,
-        units=tuple(timestep.unit for timestep in timesteps),
+    return costs
+
+
+def _layer_cost(layer: TracedLayer, layers: Sequence[TracedLayer], timesteps: Sequence[TracedTimestep]) -> Layer:
+    """Return the bytes that a layer takes if it keeps its activations, and the seconds if it recomputes them."""
+    recomputed = timesteps[_after(timesteps, layer)]
+    return Layer(
+        name=layer.name,
+        kept_bytes=layer.kept_bytes,
+        recompute_seconds=layer.seconds,
+        first=layer.first,
+        last=layer.last,
+        counted_bytes=_counted_bytes(layer, layers, timesteps),
+        own_bytes=max(0, layer.before_bytes + layer.kept_bytes - recomputed.non_model_bytes),
     )
 
 
@@ -286,7 +293,14 @@ def _seconds(chunks: Sequence[ChunkUse], timesteps: Sequence[TracedTimestep]) ->
 
 
 class Named(NamedTuple):
-    """Return a chunk as a planner input: its name, its contents, and whether it is trained."""
+    """A chunk as an input of the planner.
+
+    Attributes:
+        name: by which plans call it.
+        spec: its parameters and sizes.
+        trained: whether the optimizer steps it.
+        channel: name of the group whose copy engines carry it; empty if collectives do.
+    """
 
     name: str
     spec: ChunkSpec
