@@ -40,7 +40,7 @@ from meshfold.mesh import ParallelSpec
 from meshfold.mesh.spec.parallel import Need, why_missing
 
 # Files of meshfold.mesh that may import torch.distributed: communication, process groups, and the pool of test ranks.
-DISTRIBUTED = ("collectives/operations.py", "collectives/push/gpu.py", "processes/", "testing/")
+DISTRIBUTED = ("collectives/issue.py", "collectives/operations.py", "collectives/push/gpu.py", "processes/", "testing/")
 
 each_package = pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.name)
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshfold.mesh import (
@@ -24,7 +25,7 @@ from meshfold.mesh import (
     reduce_scatter,
     shift,
 )
-from meshfold.mesh.collectives import all_gather_into
+from meshfold.mesh.collectives import all_gather_into, exchange_rows, issue, operations
 from meshfold.mesh.testing import fake_world, ranks
 
 SHAPE = (4, 8, 12)
@@ -169,6 +170,60 @@ class Asked(TorchDispatchMode):
         if func.namespace == "_c10d_functional":
             self.names.add(func.__name__)
         return func(*args, **(kwargs or {}))
+
+
+def every_collective(x: Tensor, group: Group) -> list[Tensor]:
+    """What each returns, some at once and some awaited later, of a matrix whose sides are multiples of the group's size."""
+    me, size = group.index, group.size
+    made = [all_gather(x, group, dim) for dim in (0, 1)] + [reduce_scatter(x, group, dim) for dim in (0, 1)]
+    made += [all_reduce(x, group, op) for op in ("sum", "max", "min")] + [all_to_all(x, group, 1, 0)]
+    pending = [broadcast(x, group, 1, async_op=True), shift(x, group, 1, async_op=True)]
+    pending += [all_gather_into(x.new_empty(size * x.shape[0], x.shape[1]), x.contiguous(), group)]
+    sends = [1] * (size - 1) + [x.shape[0] - size + 1]  # the last rank gets all that is left
+    pending += [exchange_rows(x, group, sends, [sends[me]] * size)]
+    return made + [one.wait() for one in pending]
+
+
+@pytest.mark.parametrize("turned", [False, True])
+@ranks(4)
+def test_eager_code_calls_the_process_group_and_gets_what_a_trace_gets(turned: bool) -> None:
+    group = group_of(("t",))
+    x = of_rank(group.index, torch.float32, (8, 12)) / 7
+    x = x.T.contiguous().T if turned else x
+    before = x.clone()
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (issue, operations):
+            patch.setattr(module, "_ops", None)  # no functional collective may be called
+        eager = every_collective(x, group)
+    with Asked() as seen:
+        traced = every_collective(x, group)
+    assert len(seen.names) == 6
+    for one, other in zip(eager, traced, strict=True):
+        assert torch.equal(one, other) and one.stride() == other.stride()
+    assert torch.equal(x, before)
+
+
+class Marked(Tensor):
+    """A subclass, which may have its own way with collectives."""
+
+
+def test_what_has_to_see_a_collective_gets_a_functional_one() -> None:
+    x = torch.ones(4, 4)
+    with fake_world(4):
+        group = Mesh({"t": 4}).group("t")
+        weight = torch.nn.Parameter(x)
+        assert issue.process_group(x, group) is not None
+        with torch.no_grad():
+            assert issue.process_group(weight, group) is not None
+        for seen in (weight, x.to("meta"), x.as_subclass(Marked), x.to(torch.complex64)):
+            assert issue.process_group(seen, group) is None
+        with Asked():
+            assert issue.process_group(x, group) is None
+        with FakeTensorMode() as mode:
+            assert issue.process_group(mode.from_tensor(x), group) is None
+        found: list[object] = []
+        torch.func.vmap(lambda row: (found.append(issue.process_group(row, group)), row)[1])(x)
+        assert found == [None]
 
 
 def test_no_collective_on_the_cpu_is_one_that_gloo_has_a_long_name_for() -> None:

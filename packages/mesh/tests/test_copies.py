@@ -10,9 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from meshfold.mesh.collectives.operations import WIDE, wide_contiguous, wide_reshape
+from meshfold.mesh.collectives import wide_copies
+from meshfold.mesh.collectives.wide_copies import WIDE, wide_contiguous, wide_reshape
 
 DTYPES = (torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.int64, torch.bool)
+
+
+@pytest.fixture(autouse=True)
+def _small_tensors_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wide_copies, "LEAST", 0)
 
 
 def bits(x: Tensor) -> list[int]:

@@ -19,8 +19,6 @@ from meshfold.mesh.collectives.operations import (
     reduce_scatter_inside,
     send,
     shift,
-    wide_contiguous,
-    wide_reshape,
 )
 from meshfold.mesh.collectives.primitives import (
     Primitive,
@@ -42,6 +40,7 @@ from meshfold.mesh.collectives.primitives import (
     take_block,
     traceable_result,
 )
+from meshfold.mesh.collectives.wide_copies import wide_contiguous, wide_reshape
 
 __all__ = [
     "Pending",

@@ -1,6 +1,6 @@
-"""The collectives: the one place that talks to torch.distributed.
+"""The collectives: with the calls beneath them (issue.py) the one place that talks to torch.distributed.
 
-They are PyTorch's functional collectives: each returns a new tensor, does not change its input, and can be traced by torch.compile.
+Each returns a new tensor, does not change its input, and can be traced by torch.compile (:mod:`meshfold.mesh.collectives.issue`).
 None of them is differentiable: see :mod:`meshfold.mesh.collectives.primitives` for the pairs with adjoints. A group of one rank
 never communicates and returns its input.
 
@@ -17,10 +17,11 @@ from typing import Any, Literal, overload
 
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives
 from torch import Tensor
-from torch.nn import Parameter
 
+from meshfold.mesh.collectives import issue
+from meshfold.mesh.collectives.issue import Issued
+from meshfold.mesh.collectives.wide_copies import wide_contiguous, wide_reshape
 from meshfold.mesh.errors import CollectiveError
 from meshfold.mesh.group import Group
 from meshfold.mesh.recording import comm_log, flight_recorder
@@ -28,16 +29,13 @@ from meshfold.mesh.recording.comm_log import Kind
 from meshfold.mesh.recording.flight_recorder import Call
 
 _ops = torch.ops._c10d_functional
-_c10d: Any = dist.distributed_c10d  # Any: its private members are untyped
-_resolve = _c10d._resolve_process_group
-# AOTAutograd of torch 2.11 refuses collectives that write into an argument.
-_TRACES_NO_OUT = torch.__version__ < "2.13"
+_resolve: Any = dist.distributed_c10d._resolve_process_group  # type: ignore[attr-defined]
 
 
 class Pending:
     """A collective in flight: ``wait()`` returns the tensor, and may be called several times."""
 
-    __slots__ = ("_call", "_finish", "_keep", "_tensor", "_waits")
+    __slots__ = ("_call", "_finish", "_keep", "_tensor", "_waits", "_work")
 
     def __init__(
         self,
@@ -45,19 +43,22 @@ class Pending:
         finish: Callable[[Tensor], Tensor] | None,
         *,
         waits: bool = True,
+        work: Any = None,
         call: Call | None = None,
         keep: object = None,
     ) -> None:
         """Args:
-        tensor: the functional collective's output, or the result itself if there is nothing to finish.
+        tensor: the collective's output, or the result itself if there is nothing to finish.
         finish: turns the output into the result.
         waits: the caller must wait for the tensor; if False, ``finish`` waits.
+        work: to wait for; None: the output is a functional collective's.
         call: for the watchdog, if there is one.
         keep: has memory that is needed until the wait.
         """
         self._tensor = tensor
         self._finish = finish
         self._waits = waits
+        self._work = work
         self._call = call
         self._keep = keep
 
@@ -70,10 +71,13 @@ class Pending:
                 with self._call:
                     self._tensor = self._finish(self._arrived())
                 self._call = None
-            self._finish = self._keep = None
+            self._finish = self._keep = self._work = None
         return self._tensor
 
     def _arrived(self) -> Tensor:
+        if self._work is not None:
+            self._work.wait()
+            return self._tensor
         arrived: Tensor = _ops.wait_tensor(self._tensor) if self._waits else self._tensor
         return arrived
 
@@ -87,7 +91,7 @@ def all_reduce(x: Tensor, group: Group, op: str = "sum", *, async_op: bool = Fal
     if group.size == 1:
         return _ready(x, async_op)
     call = note_call("all_reduce", group, x, detail=op, later=async_op)
-    return _issue(_ops.all_reduce(x.contiguous(), op, group.name), _same, async_op, call)
+    return _issue(issue.all_reduce(x, op, group), _same, async_op, call)
 
 
 @overload
@@ -103,10 +107,12 @@ def all_gather(x: Tensor, group: Group, dim: int = 0, *, async_op: bool = False)
     call = note_call("all_gather", group, x, times=size, detail=dim, later=async_op)
     if _leads_in_memory(x, dim):
         turned = x.movedim(dim, 0)
-        gathered = _blocks_of_all(turned, group)
+        gathered = issue.all_gather(turned, group)
         rest = turned.shape[1:]
         return _issue(gathered, lambda out: out.view(size * shape[dim], *rest).movedim(0, dim), async_op, call)
-    gathered = _blocks_of_all(wide_contiguous(x), group)
+    gathered = issue.all_gather(wide_contiguous(x), group)
+    if dim == 0 and not torch.compiler.is_compiling():  # see traceable_result
+        return _issue(gathered, _same, async_op, call)
     whole = (*shape[:dim], size * shape[dim], *shape[dim + 1 :])
 
     def finish(out: Tensor) -> Tensor:
@@ -115,25 +121,6 @@ def all_gather(x: Tensor, group: Group, dim: int = 0, *, async_op: bool = False)
         return wide_reshape(out.view(size, *shape).movedim(0, dim), whole)
 
     return _issue(gathered, finish, async_op, call)
-
-
-def _blocks_of_all(x: Tensor, group: Group) -> Tensor:
-    """Start gathering every rank's block of a contiguous tensor along dim 0: ``[n, ..] -> [g·n, ..]``."""
-    if x.device.type != "cpu":
-        gathered: Tensor = _ops.all_gather_into_tensor(x, group.size, group.name)
-        return gathered
-    if _TRACES_NO_OUT and torch.compiler.is_compiling():  # an all-to-all of equal blocks sends the same messages
-        rows = [x.shape[0]] * group.size
-        sent = x.repeat(group.size, *[1] * (x.dim() - 1))
-        exchanged: Tensor = _ops.all_to_all_single(sent, rows, rows, group.name)
-        return exchanged
-    # The same collective into our own memory: gloo runs the op above as ALLGATHER_COALESCED and then occasionally corrupts
-    # the heap (seen with torch 2.13). When a collective ends, each of a group's two worker threads assigns the collective's
-    # name to a shared std::string without a lock. Up to 15 characters are copied in place, but a longer name (of ours, only
-    # this one) is on the heap, and both threads may free it.
-    out = x.new_empty((group.size * x.shape[0], *x.shape[1:]))
-    into: Tensor = _ops.all_gather_into_tensor_out(x, group.size, group.name, out=out)
-    return into
 
 
 def all_gather_into(out: Tensor, x: Tensor, group: Group) -> Pending:
@@ -155,8 +142,8 @@ def all_gather_into(out: Tensor, x: Tensor, group: Group) -> Pending:
             out.copy_(x)
         return Pending(out, None)
     call = note_call("all_gather", group, x, times=group.size, detail=0, later=True)
-    gathered = _ops.all_gather_into_tensor_out(x, group.size, group.name, out=out)
-    return Pending(gathered, _same, call=call)
+    gathered, work = issue.all_gather_into(out, x, group)
+    return Pending(gathered, _same, work=work, call=call)
 
 
 @overload
@@ -179,14 +166,16 @@ def reduce_scatter(x: Tensor, group: Group, dim: int = 0, *, async_op: bool = Fa
         )
     call = note_call("reduce_scatter", group, x, detail=dim, later=async_op)
     if _leads_in_memory(x, dim):
-        scattered = _ops.reduce_scatter_tensor(x.movedim(dim, 0), "sum", size, group.name)
+        scattered = issue.reduce_scatter(x.movedim(dim, 0), group)
         return _issue(scattered, lambda out: out.movedim(0, dim), async_op, call)
+    if dim == 0 and not torch.compiler.is_compiling():  # see traceable_result
+        return _issue(issue.reduce_scatter(x.contiguous(), group), _same, async_op, call)
     block = (*shape[:dim], shape[dim] // size, *shape[dim + 1 :])
     if math.prod(shape[:dim]) == 1:
         stacked = x.contiguous().view(size, *block)
     else:
         stacked = wide_contiguous(x.reshape(*shape[:dim], size, *block[dim:]).movedim(dim, 0))
-    scattered = _ops.reduce_scatter_tensor(stacked, "sum", size, group.name)
+    scattered = issue.reduce_scatter(stacked, group)
     return _issue(scattered, lambda out: out.view(block), async_op, call)
 
 
@@ -203,13 +192,8 @@ def reduce_scatter_inside(x: Tensor, group: Group) -> Pending:
     call = note_call("reduce_scatter", group, x, detail=0, later=True)
     rows = x.shape[0] // group.size
     block = x[group.index * rows : (group.index + 1) * rows]
-    work = dist.reduce_scatter_tensor(block, x, group=_resolve(group.name), async_op=True)
-
-    def finish(_: Tensor) -> Tensor:
-        work.wait()
-        return block
-
-    return Pending(block, finish, waits=False, call=call)
+    block, work = issue.reduce_scatter_into(block, x, group)
+    return Pending(block, _same, work=work, call=call)
 
 
 @overload
@@ -237,7 +221,7 @@ def all_to_all(x: Tensor, group: Group, split_dim: int, concat_dim: int, *, asyn
     block = (*shape[:split], shape[split] // size, *shape[split + 1 :])
     stacked = wide_contiguous(x.reshape(*shape[:split], size, *block[split:]).movedim(split, 0))
     ones = [1] * size
-    exchanged = _ops.all_to_all_single(stacked, ones, ones, group.name)
+    exchanged = issue.all_to_all(stacked, ones, ones, group)
     whole = (*block[:concat], size * block[concat], *block[concat + 1 :])
     return _issue(exchanged, lambda out: wide_reshape(out.movedim(0, concat), whole), async_op, call)
 
@@ -267,8 +251,8 @@ def exchange_rows(x: Tensor, group: Group, sends: Sequence[int], receives: Seque
     call = None
     if flight_recorder.active is not None and not torch.compiler.is_compiling():
         call = flight_recorder.active.enter("exchange_rows", group, x[:0], None, None, now=False)
-    exchanged = _ops.all_to_all_single(x.contiguous(), list(receives), list(sends), group.name)
-    return Pending(exchanged, _same, call=call)
+    exchanged, work = issue.all_to_all(x.contiguous(), list(receives), list(sends), group)
+    return Pending(exchanged, _same, work=work, call=call)
 
 
 @overload
@@ -280,7 +264,7 @@ def broadcast(x: Tensor, group: Group, source: int, *, async_op: bool = False) -
     if group.size == 1:
         return _ready(x, async_op)
     call = note_call("broadcast", group, x, detail=source, later=async_op)
-    return _issue(_ops.broadcast(x.contiguous(), source, group.name), _same, async_op, call)
+    return _issue(issue.broadcast(x, source, group), _same, async_op, call)
 
 
 @overload
@@ -297,7 +281,7 @@ def shift(x: Tensor, group: Group, steps: int = 1, *, async_op: bool = False) ->
     # can be traced.
     sends, receives = [0] * size, [0] * size
     sends[(group.index + steps) % size] = receives[(group.index - steps) % size] = x.numel()
-    moved = _ops.all_to_all_single(x.contiguous().view(-1), receives, sends, group.name)
+    moved = issue.all_to_all(x.contiguous().view(-1), receives, sends, group)
     shape = x.shape
     return _issue(moved, lambda out: out.view(shape), async_op, call)
 
@@ -305,19 +289,18 @@ def shift(x: Tensor, group: Group, steps: int = 1, *, async_op: bool = False) ->
 class Transfer(Pending):
     """A tensor in flight between two ranks; it is kept until ``wait()`` returns or ``done`` is true."""
 
-    __slots__ = ("_work",)
+    __slots__ = ()
 
     def __init__(self, tensor: Tensor, work: Any, call: Call | None = None) -> None:
-        self._work = work
-        super().__init__(tensor, self._arrive, waits=False, call=call)
+        super().__init__(tensor, _same, work=work, call=call)
 
-    def _arrive(self, tensor: Tensor) -> Tensor:
+    def _arrived(self) -> Tensor:
         # Gloo ignores the group's timeout when it receives; with NCCL a timeout here would block the host.
-        if flight_recorder.limit is None or tensor.is_cuda:
+        if flight_recorder.limit is None or self._tensor.is_cuda:
             self._work.wait()
         else:
             self._work.wait(flight_recorder.limit)
-        return tensor
+        return self._tensor
 
     @property
     def done(self) -> bool:
@@ -363,8 +346,12 @@ def _begun(call: Call | None, start: Callable[[], Any]) -> Any:
         raise call.failed(error) from None
 
 
-def _issue(tensor: Tensor, finish: Callable[[Tensor], Tensor], async_op: bool, call: Call | None) -> Tensor | Pending:
-    pending = Pending(tensor, finish, call=call)
+def _issue(issued: Issued, finish: Callable[[Tensor], Tensor], async_op: bool, call: Call | None) -> Tensor | Pending:
+    tensor, work = issued
+    if work is not None and call is None and not async_op:
+        work.wait()
+        return finish(tensor)
+    pending = Pending(tensor, finish, work=work, call=call)
     return pending if async_op else pending.wait()
 
 
@@ -412,38 +399,3 @@ def all_gather_object(mine: Any, group: Group, device: torch.device) -> list[Any
     padded = torch.full((1, longest), ord(" "), dtype=torch.uint8, device=device)
     padded[0, : text.numel()] = text
     return [json.loads(row.numpy().tobytes()) for row in all_gather(padded, group, 0).cpu()]
-
-
-# A copy between different strides moves one element at a time: 1.4 of 4.8 TB/s on an H200 for 2-byte elements. Rows of
-# features are multiples of 16 bytes; moved as 16-byte elements they reach 3.4 to 4.2 TB/s.
-WIDE = torch.complex128
-"""The widest element type; values are moved in it, never computed with."""
-
-
-def wide_contiguous(x: Tensor) -> Tensor:
-    """Return ``x.contiguous()``, copied in wide elements where possible."""
-    if x.is_contiguous() or not _is_wide(x):
-        return x.contiguous()
-    return x.view(WIDE).contiguous().view(x.dtype)
-
-
-def wide_reshape(x: Tensor, shape: Sequence[int]) -> Tensor:
-    """Return ``x.reshape(shape)``: a view where it can be one, else copied in wide elements."""
-    if not _is_wide(x):
-        return x.reshape(shape)
-    try:
-        return x.view(shape)
-    except RuntimeError:  # torch raises if the strides do not allow the view
-        return wide_contiguous(x).view(shape)
-
-
-def _is_wide(x: Tensor) -> bool:
-    """Return True if all rows of features are aligned to 16 bytes in real memory, and no gradient is needed."""
-    if not x.dim() or torch.compiler.is_compiling() or type(x) not in (Tensor, Parameter):
-        return False
-    if x.device.type not in ("cpu", "cuda") or (x.requires_grad and torch.is_grad_enabled()):
-        return False
-    if x.is_complex() or x.stride(-1) != 1 or x.data_ptr() % WIDE.itemsize:
-        return False
-    each = WIDE.itemsize // x.element_size()
-    return all(step % each == 0 for step in (x.storage_offset(), x.shape[-1], *x.stride()[:-1]))

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from meshfold.mesh.collectives.operations import wide_contiguous
+from meshfold.mesh.collectives.wide_copies import wide_contiguous
 from meshfold.mesh.errors import CollectiveError, LaunchError
 from meshfold.mesh.mesh import Mesh
 from meshfold.mesh.processes import process_group
