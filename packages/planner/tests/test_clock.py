@@ -16,8 +16,8 @@ from meshfold.mesh import ParallelSpec
 from meshfold.mesh.model_io import DryRun, Operator
 from meshfold.models import GPT, GPTConfig, Llama, LlamaConfig
 from meshfold.planner import MACHINES, Estimate, Machine, estimate, step_speed, step_times
-from meshfold.planner.clock import Phases, Work, attention_share, operator_seconds, optimizer_seconds
-from meshfold.planner.efficiency import Launches
+from meshfold.planner.clock import Phases, Work, operator_seconds, optimizer_seconds
+from meshfold.planner.efficiency import Efficiency, Launches
 from meshfold.planner.estimates import Times
 
 H200 = MACHINES["h200x8"]
@@ -42,11 +42,14 @@ def test_an_operator_takes_the_longer_of_flop_and_bytes() -> None:
             Operator(10**12, head_dim=128, computed=0.5): 1,
         }
     )
-    assert work.seconds(flat, "bf16") == pytest.approx(2e12 / matmuls + 3 + 0.5e12 / (matmuls * attention_share(128)))
+    assert work.seconds(flat, "bf16") == pytest.approx(
+        2e12 / matmuls + 3 + 0.5e12 / (matmuls * Efficiency().of_attention(128))
+    )
     assert work.seconds(replace(flat, launches=Launches.of_all(100.0)), "bf16") == 6 * 100.0  # the host needs longer
     assert work.flop == 2 * 10**12 + 3 * 10**3 + 10**12
     assert (work + work * 2).flop == 3 * work.flop
-    assert attention_share(64) < attention_share(128) == attention_share(256)
+    share = Efficiency().of_attention
+    assert share(64) < share(128) == share(256)
     assert optimizer_seconds(82, replace(H200, memory_rate=100.0)) == pytest.approx(1.0)
 
 

@@ -162,7 +162,7 @@ def _run(kernel: Any, tiles: Tiles, lists: Sequence[tuple[Tensors, int]], *argum
     addresses = [
         address
         for tensors, what in lists
-        for address in addresses_of(tiles, tensors, elements[what], tensors[0].element_size())
+        for address in addresses_of(tensors, elements[what], tensors[0].element_size())
     ]
     count = len(tiles.shapes)
     even = all(columns % ALIGNED == 0 for columns in elements[1]) and all(

@@ -92,7 +92,7 @@ def tiles_of(shapes: tuple[tuple[int, ...], ...], device: torch.device) -> Tiles
     )
 
 
-def addresses_of(tiles: Tiles, tensors: Tensors, elements: Sequence[int], size: int) -> list[int]:
+def addresses_of(tensors: Tensors, elements: Sequence[int], size: int) -> list[int]:
     """Return the addresses of each matrix in a list of tensors; ``elements`` of it, each of so many bytes."""
     if len(tensors) == len(elements):  # one matrix a tensor
         return [one.data_ptr() for one in tensors]

@@ -133,7 +133,7 @@ def linear_cross_entropy(
         grad_enabled=torch.is_grad_enabled(),
         terms=_terms(operands[1], vocabulary, label_smoothing, z_loss, scale, softcap),
         reduction=reduction,
-        chunk=_chunk(chunk, *operands),
+        chunk=_chunk(chunk, *operands[:2]),
         shard=vocabulary,
         recompute=recompute or _later > 0 or reduction == "none" or operands[0].dtype == torch.float16,
         accumulate=accumulate,
@@ -187,7 +187,7 @@ def linear_log_probs(
         grad_enabled=torch.is_grad_enabled(),
         terms=_terms(operands[1], vocabulary, 0.0, 0.0, scale, softcap),
         reduction="none",
-        chunk=_chunk(chunk, *operands),
+        chunk=_chunk(chunk, *operands[:2]),
         shard=vocabulary,
         recompute=True,
         entropy=entropy,
@@ -258,7 +258,7 @@ def _check(
         raise ValueError(f"chunk={chunk}: give the number of rows at a time, 1 or more, or None")
 
 
-def _chunk(chunk: int | None, x: Tensor, weight: Tensor, bias: Tensor | None) -> int:
+def _chunk(chunk: int | None, x: Tensor, weight: Tensor) -> int:
     return chunk or chunk_rows(x.shape[:-1].numel(), weight.shape[0], x.element_size())
 
 

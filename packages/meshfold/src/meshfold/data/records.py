@@ -93,14 +93,14 @@ def texts_of(part: Part, column: str | None) -> Iterator[str]:
         SpecError: if there is no such field, or a file cannot be read.
     """
     if part.saved is not None:
-        yield from _of_table(part.saved, _load(part.saved, (), saved=True), column)
+        yield from _of_table(part.saved, _load(part.saved, saved=True), column)
         return
     for path in part.files:
         try:
             if path.suffix in LINES:
                 yield from _of_lines(path, column)
             else:
-                yield from _of_table(path, _load(path, (path,), saved=False), column)
+                yield from _of_table(path, _load(path, saved=False), column)
         except (SpecError, GeneratorExit):
             raise
         except Exception as error:  # Arrow's own kinds, for a damaged file
@@ -121,7 +121,7 @@ def _of_lines(path: Path, column: str | None) -> Iterator[str]:
         yield record[name]
 
 
-def _load(path: Path, files: tuple[Path, ...], *, saved: bool) -> Any:
+def _load(path: Path, *, saved: bool) -> Any:
     try:
         import datasets
     except ImportError:

@@ -14,10 +14,10 @@ from dataclasses import dataclass, field, replace
 
 from meshfold.kernels import count_kernels
 from meshfold.mesh.model_io import FORWARD, DryRun, LiveBytes, Operator, OperatorCounter
-from meshfold.planner.efficiency import MATMULS, Efficiency
+from meshfold.planner.efficiency import MATMULS
 from meshfold.planner.machines import Machine
 
-__all__ = ["MATMULS", "Phases", "Work", "attention_share", "kernels_of", "operator_seconds", "optimizer_seconds"]
+__all__ = ["MATMULS", "Phases", "Work", "kernels_of", "operator_seconds", "optimizer_seconds"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,11 +183,6 @@ def kernels_of(kind: str, counter: OperatorCounter, live: LiveBytes | None = Non
     if live is None:
         return count_kernels(counter.as_one)
     return count_kernels(lambda function: live.as_one(counter.as_one(function)))
-
-
-def attention_share(head_dim: int) -> float:
-    """Return the share of the matmuls' rate that attention with heads of this size reaches, where it was not measured."""
-    return Efficiency().of_attention(head_dim)
 
 
 def optimizer_seconds(moved: int, machine: Machine) -> float:

@@ -116,7 +116,7 @@ class Saver:
         def work() -> None:
             with mine:
                 self._copy(made, save)
-                self._write(made, save)
+                self._write(made)
                 if first:
                     tensors = {name: file.described for name, file in zip(names, made, strict=True)}
                     _complete(writing, target, tensors, *small, ranks=self._world.mesh.world_size)
@@ -208,7 +208,7 @@ class Saver:
             self._buffers[key] = buffer
         return buffer
 
-    def _write(self, files: list[RankFile], save: BackgroundSave) -> None:
+    def _write(self, files: list[RankFile]) -> None:
         """Write the copies; a file that cannot be written records its error."""
         for number, file in enumerate(files):
             try:

@@ -136,11 +136,11 @@ def _multiplied(call: Call, a: Dims, b: Dims, batch: int) -> Dims:
             raise at_dim("sums products over", number, dims[number])
     rows: list[Dim] = list(a[batch:-1])
     columns: list[Dim] = list(b[batch + 1 :])
-    ahead = _batch(call, a[:batch], b[:batch])
+    ahead = _batch(a[:batch], b[:batch])
     return check_axes_once((*ahead, *rows, *columns))
 
 
-def _batch(call: Call, *several: Dims) -> Dims:
+def _batch(*several: Dims) -> Dims:
     """Return the batch dims of all operands."""
     made = []
     for place, dims in enumerate(zip(*several, strict=True)):
@@ -181,7 +181,7 @@ def _attention(call: Call) -> list[Dims]:
         )
         for x in (k, v)
     )
-    lead = _batch(call, q[:-2], k[:-2], v[:-2])
+    lead = _batch(q[:-2], k[:-2], v[:-2])
     found: list[Dims] = []
     for place, out in enumerate(call.out):
         if not isinstance(out, Tensor):

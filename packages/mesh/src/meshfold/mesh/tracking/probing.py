@@ -32,16 +32,16 @@ def try_on_pieces(call: Call) -> list[Dims]:
     made: list[list[Dim]] = [list(whole_dims(out.shape)) for out in outs]
     splits = {f.split for x in call.tensors for dim in call.dims_of(x) for f in dim if f.split is not None}
     for split in sorted(splits, key=str):
-        for place, number in enumerate(_along(call, split, outs)):
+        for place, number in enumerate(_along(call, split)):
             if number is not None:
                 size = outs[place].shape[number]
                 if made[place][number] != (Factor(size),):
-                    raise _mixes(call, split, "it merges two split dims")
+                    raise _mixes(split, "it merges two split dims")
                 made[place][number] = (Factor(size, split),)
     return [check_axes_once(tuple(dims)) for dims in made]
 
 
-def _mixes(call: Call, split: Split, why: str) -> MixesError:
+def _mixes(split: Split, why: str) -> MixesError:
     return MixesError(f"works on a dim that {_how(split)}, and tried out on two pieces of it {why}")
 
 
@@ -49,7 +49,7 @@ def _how(split: Split) -> str:
     return f"is split over {', '.join(split.axes)}" if split.axes else "may be split"
 
 
-def _along(call: Call, split: Split, outs: list[Tensor]) -> list[int | None]:
+def _along(call: Call, split: Split) -> list[int | None]:
     """Return, for each result, the dim along which it is split if the operands are split this way; None if it is the same."""
     if sum(x.numel() for x in call.tensors) > _MOST or any(x.is_meta for x in call.tensors):
         raise MixesError(f"works on a dim that {_how(split)}, and there is no rule for that")
@@ -68,7 +68,7 @@ def _along(call: Call, split: Split, outs: list[Tensor]) -> list[int | None]:
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             a, b, c = (_run(call, given) for given in (first, second, both))
     except Exception as error:
-        raise _mixes(call, split, f"it fails ({type(error).__name__})") from None
+        raise _mixes(split, f"it fails ({type(error).__name__})") from None
     return [_found(call, split, *found) for found in zip(a, b, c, strict=True)]
 
 
@@ -104,7 +104,7 @@ def _pieces(call: Call, split: Split, value: Any) -> tuple[Any, Any, Any]:
         if not numbers:
             return value.clone(), value.clone(), value.clone()
         if len(numbers) > 1 or len(call.dims_of(value)[numbers[0]]) > 1:
-            raise _mixes(call, split, "it splits a dim that was merged from several")
+            raise _mixes(split, "it splits a dim that was merged from several")
         one, other = _random(value, 1), _random(value, 2)
         return one, other, torch.cat([one, other], numbers[0])
     if isinstance(value, list | tuple) and any(isinstance(item, Tensor) for item in value):
@@ -135,7 +135,7 @@ def _found(call: Call, split: Split, a: Tensor, b: Tensor, c: Tensor) -> int | N
                 return number
     if a.shape == b.shape == c.shape and _alike(a, c) and _alike(b, c):
         return None
-    raise _mixes(call, split, "its results differ from those on the whole")
+    raise _mixes(split, "its results differ from those on the whole")
 
 
 def _alike(a: Tensor, b: Tensor) -> bool:

@@ -154,7 +154,7 @@ def partition_model(model: nn.Module, mesh: Mesh, stage_ranks: Sequence[int], co
     around = _around(model, found)
     _check_not_compiled(around)
     same = separate_repeated_blocks(model, found)
-    beside, containers = _beside(model, found, around)
+    beside, containers = _beside(found, around)
     weights = tuple(
         (module, name) for module in (*around, *containers) for name, p in module._parameters.items() if p is not None
     )
@@ -281,7 +281,7 @@ def _around(model: nn.Module, blocks: Blocks) -> list[nn.Module]:
     return [module for module in model.modules() if blocks.container in module.modules()]
 
 
-def _beside(model: nn.Module, blocks: Blocks, around: Sequence[nn.Module]) -> tuple[list[nn.Module], list[nn.Module]]:
+def _beside(blocks: Blocks, around: Sequence[nn.Module]) -> tuple[list[nn.Module], list[nn.Module]]:
     """Return the largest callable modules that have parameters and no block, and the containers around them."""
     found: list[nn.Module] = []
     containers: list[nn.Module] = []

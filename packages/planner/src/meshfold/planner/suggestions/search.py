@@ -161,7 +161,7 @@ class Search:
                 elif kind == _LIKELY and (price := self.found.likely_seconds(node)) > seconds * 1.001:
                     self._push(price, (node.entries,), _LIKELY, node)  # a traced layout that is alike was slower
                 else:
-                    self._open(node, seconds)
+                    self._open(node)
             elif not self._reprice(seconds, kind, node):
                 self._close(kind, node)
         found = self.found
@@ -234,7 +234,7 @@ class Search:
                 made.append((outlook.seconds, candidate.complexity, candidate, outlook))
         return sorted(made, key=lambda one: one[:2])
 
-    def _open(self, family: Family, bound: float) -> None:
+    def _open(self, family: Family) -> None:
         """Trace a family's layout, and put its candidates into the queue."""
         fitting = [one.speed.seconds for one in self.found.fitting]
         try:
