@@ -13,7 +13,7 @@ from torch import Tensor
 
 from meshfold.inference import Sampling, decode, measured
 from meshfold.inference.cache import Rows
-from meshfold.inference.schedule import Request, Span
+from meshfold.inference.requests import Request, Span
 from meshfold.kernels import overlap
 from meshfold.kernels.weights_ahead import WeightsAhead, fetch_ahead, take_product
 

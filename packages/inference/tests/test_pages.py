@@ -12,7 +12,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from meshfold.inference import Pages, Sampling
 from meshfold.inference.pages import OutOfPages
-from meshfold.inference.schedule import Part, Request, Scheduler, Step, ids_of
+from meshfold.inference.requests import Request, Step, ids_of
+from meshfold.inference.schedule import Part, Scheduler
 from meshfold.mesh import MeshfoldError, SpecError
 
 COUNT, SIZE = 9, 3

@@ -11,7 +11,7 @@ from inference_models import hugging_face, own, prompts
 from meshfold.inference import Generator, Rollouts, Sampling
 from meshfold.inference.batch import RowParts
 from meshfold.inference.forward import PagedForward
-from meshfold.inference.schedule import Request, Span, Step
+from meshfold.inference.requests import Request, Span, Step
 from meshfold.inference.short_steps import GraphMemory, ShortSteps, short_rows
 
 GREEDY = Sampling(temperature=0.0, max_new_tokens=6)

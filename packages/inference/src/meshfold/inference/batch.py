@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from meshfold.inference.cache import Chunk, Rows
-from meshfold.inference.schedule import Span, Step
+from meshfold.inference.requests import Span, Step
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from meshfold.inference.cache import Rows
+from meshfold.inference.requests import Request, Span
 from meshfold.inference.sampling import Sampling, SamplingRows, sample, sampling_rows
-from meshfold.inference.schedule import Request, Span
 from meshfold.inference.split_words import SplitWords
 from meshfold.kernels import WeightsAhead, overlapped_launches
 

@@ -22,10 +22,10 @@ from meshfold.inference.compiled import CompiledBlocks
 from meshfold.inference.decode import DecodeBatch, bucket
 from meshfold.inference.fused_sums import FusedSums, OneShot
 from meshfold.inference.measured import agreement, choose_row_programs
+from meshfold.inference.requests import Request, Span, Step
 from meshfold.inference.routing import head_of, routed, unrouted_reason
 from meshfold.inference.row_kernels import RowKernels
 from meshfold.inference.sampling import Sampling, sample, sampling_rows
-from meshfold.inference.schedule import Request, Span, Step
 from meshfold.inference.short_steps import GraphMemory, ShortSteps, short_rows
 from meshfold.inference.split_words import SplitWords, split_words
 from meshfold.mesh import SpecError

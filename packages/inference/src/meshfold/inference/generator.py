@@ -12,8 +12,9 @@ from torch import nn
 from meshfold.inference.forward import SUMS, PagedForward, Runner, WholeForward
 from meshfold.inference.host_pages import HostPages
 from meshfold.inference.pages import Pages
+from meshfold.inference.requests import Request, ids_of
 from meshfold.inference.sampling import Sampling, request_seed
-from meshfold.inference.schedule import Part, Request, Scheduler, ids_of
+from meshfold.inference.schedule import Part, Scheduler
 from meshfold.kernels import CACHE_FORMS
 from meshfold.mesh import MeshfoldError, SpecError, collector_paused, did_you_mean
 from meshfold.mesh.spec import argument_checks as settings

@@ -14,95 +14,14 @@ Plain Python and deterministic: ranks that make the same calls make the same pla
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from meshfold.inference.pages import Pages
-from meshfold.inference.sampling import Sampling
+from meshfold.inference.requests import Request, Span, Step, append
 from meshfold.mesh import SpecError
 from meshfold.mesh.spec import argument_checks as settings
-
-
-@dataclass(eq=False)
-class Request:
-    """A prompt and the tokens generated after it.
-
-    Attributes:
-        number: of the request, counted from 0 in the order of submission.
-        prompt: token ids.
-        sampling: settings.
-        tokens: the new ones.
-        logprobs: of the new tokens.
-        finish: why it ended: "length", "stop" or "cancelled"; empty while it runs.
-        text: of the new tokens, up to a stop string; only if text was requested.
-        evictions: how often its pages were taken away.
-        restored: how often they came back from the host.
-        shared: tokens at its start whose pages were there already when it was admitted last.
-        part: of the rows, where its pages are.
-    """
-
-    number: int
-    prompt: tuple[int, ...]
-    sampling: Sampling
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    finish: str = ""
-    text: str = ""
-    evictions: int = 0
-    restored: int = 0
-    shared: int = 0
-    part: int = 0
-    pages: list[int] = field(default_factory=list, repr=False)
-    computed: int = field(default=0, repr=False)  # tokens whose keys and values are in pages
-    named: int = field(default=0, repr=False)  # full pages whose contents are known
-    chain: int = field(default=0, repr=False)
-    saved: tuple[int, ...] = field(default=(), repr=False)  # places of its pages on the host
-    kept: int = field(default=0, repr=False)  # tokens that these hold
-
-    @property
-    def length(self) -> int:
-        """Tokens of prompt and text."""
-        return len(self.prompt) + len(self.tokens)
-
-    def slice(self, start: int, stop: int) -> Sequence[int]:
-        """Return tokens of prompt and text."""
-        n = len(self.prompt)
-        if stop <= n:
-            return self.prompt[start:stop]
-        return (*self.prompt[start:], *self.tokens[max(start - n, 0) : stop - n])
-
-
-@dataclass(frozen=True)
-class Span:
-    """Tokens of one sequence that a step computes: ``count`` of them from ``start`` on."""
-
-    request: Request
-    start: int
-    count: int
-
-    @property
-    def stop(self) -> int:
-        """The position after the last token; the number of tokens that it sees."""
-        return self.start + self.count
-
-    @property
-    def samples(self) -> bool:
-        """True if the next token is new: its logits are needed."""
-        return self.stop == self.request.length
-
-
-@dataclass(frozen=True)
-class Step:
-    """One forward: sequences with one token each first, then chunks of prompts."""
-
-    decode: tuple[Span, ...]
-    prefill: tuple[Span, ...]
-
-    @property
-    def spans(self) -> tuple[Span, ...]:
-        """All of them, in the order of the rows."""
-        return (*self.decode, *self.prefill)
 
 
 class Store(Protocol):
@@ -265,7 +184,7 @@ class Scheduler:
             self._name(request, span.stop)
             if samples:
                 token, logprob = next(new)
-                _append(request, [token], [logprob])
+                append(request, [token], [logprob])
                 if request.finish:
                     ended.append(request)
         for request in ended:
@@ -289,7 +208,7 @@ class Scheduler:
             step.decode, zip(*tokens, strict=True), zip(*logprobs, strict=True), strict=True
         ):
             request = span.request
-            counts.append(_append(request, new, new_logprobs))
+            counts.append(append(request, new, new_logprobs))
             request.computed = span.start + counts[-1]
             self._name(request, request.computed)
         for span in step.decode:
@@ -396,31 +315,3 @@ class Scheduler:
             tokens = request.slice(page * size, (page + 1) * size)
             request.chain = self._pages(request).remember(request.chain, tokens, request.pages[page])
             request.named = page + 1
-
-
-def ids_of(prompt: Iterable[int]) -> tuple[int, ...]:
-    """Return a prompt's ids as a tuple.
-
-    Raises:
-        SpecError: for an empty one, or one that is not of whole numbers from 0 up.
-    """
-    ids = tuple(prompt.tolist() if hasattr(prompt, "tolist") else prompt)
-    if not ids or not all(isinstance(token, int) and not isinstance(token, bool) and token >= 0 for token in ids):
-        raise SpecError(f"a prompt {list(ids[:8])!r}: give at least one token id, whole numbers from 0 up")
-    return ids
-
-
-def _append(request: Request, tokens: Sequence[int], logprobs: Sequence[float]) -> int:
-    """Add new tokens to a request up to its end, and note the end; return how many it got."""
-    stops, count = request.sampling.stop_tokens, len(tokens)
-    left = request.sampling.max_new_tokens - len(request.tokens)
-    if stops:
-        count = next((at + 1 for at, token in enumerate(tokens) if token in stops), count)
-    count = min(count, left)
-    request.tokens += tokens[:count]
-    request.logprobs += logprobs[:count]
-    if request.tokens[-1] in stops:
-        request.finish = "stop"
-    elif count == left:
-        request.finish = "length"
-    return count

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from meshfold.inference.batch import RowParts, listed_rows
 from meshfold.inference.cache import Rows
-from meshfold.inference.schedule import Span, Step
+from meshfold.inference.requests import Span, Step
 
 Logits = Callable[[Tensor, Tensor, Rows, Tensor], Tensor]
 """ids and positions ``t``, what attention needs of this rank's rows, and the rows that sample -> logits ``samples v``"""

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from meshfold.cli import train
 from meshfold.cli.arguments import Failure, positive
-from meshfold.cli.train import check_out
 from meshfold.cli.train_arguments import words_of
+from meshfold.cli.train_checks import check_out
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

@@ -13,19 +13,17 @@ step that is made, with a checkpoint and exit code 75. So does a first Ctrl-C, w
 from __future__ import annotations
 
 import argparse
-import os
 import signal
 import sys
 import threading
 from dataclasses import replace
-from itertools import count
-from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from meshfold.cli.arguments import Failure
 from meshfold.cli.auto_spec import with_chosen_spec
 from meshfold.cli.train_arguments import configure, settings_of
+from meshfold.cli.train_checks import check_checkpoint, check_device, check_folder, check_warmup
 from meshfold.mesh.processes import STOPPED_CODE
 
 if TYPE_CHECKING:
@@ -107,8 +105,8 @@ def start(
     spec = ParallelSpec.parse(settings.parallel, ranks)
     spec = spec.with_world_size(spec.world_size)  # data defaults to 1 without --ranks
     spec.require_installed()
-    _check_device(settings, spec.world_size)
-    _check_warmup(settings)
+    check_device(settings, spec.world_size)
+    check_warmup(settings)
     check_trackers(settings.track)
     check_folder(settings, progress)
     inputs = _open_inputs(settings, spec, progress)
@@ -178,7 +176,7 @@ def _as_rank(
     settings = _settled(settings, here.world_size, progress if plan else Progress())
     spec = ParallelSpec.parse(settings.parallel, here.world_size)
     spec.require_installed()
-    _check_warmup(settings)
+    check_warmup(settings)
     check_folder(settings, progress if plan else Progress())
     if plan:  # on every rank: torch numbers process groups, fake ones too, and the numbers must agree
         checked = _open_inputs(settings, spec, progress)
@@ -214,18 +212,6 @@ def _code(settings: TrainSettings, rows: list[dict[str, Any]]) -> int:
     return STOPPED_CODE if rows and rows[-1]["step"] < settings.last_step else 0
 
 
-def _check_device(settings: TrainSettings, ranks: int) -> None:
-    """Check that there is a GPU for each rank, if GPUs are used."""
-    if settings.device == "cuda":
-        import torch
-
-        gpus = torch.cuda.device_count()
-        if gpus < ranks:
-            raise Failure(
-                f"--device cuda needs a GPU for each of {ranks} ranks, and torch sees {gpus}: use --device cpu"
-            )
-
-
 def _device_memory(settings: TrainSettings) -> int:
     """Return the bytes of a GPU's memory; 0 without one."""
     import torch
@@ -233,15 +219,6 @@ def _device_memory(settings: TrainSettings) -> int:
     if settings.device == "cpu" or not torch.cuda.is_available():
         return 0
     return int(torch.cuda.get_device_properties(0).total_memory)
-
-
-def _check_warmup(settings: TrainSettings) -> None:
-    """Check that the warmup ends within the run."""
-    if settings.warmup > settings.steps:
-        raise Failure(
-            f"--warmup {settings.warmup} with --steps {settings.steps}: the learning rate would never reach "
-            f"--lr {settings.lr:g}; write a --warmup of {settings.steps} at most"
-        )
 
 
 def _open_inputs(settings: TrainSettings, spec: ParallelSpec, progress: Progress) -> Inputs:
@@ -332,87 +309,3 @@ def _planned(
             refusal = found.refusal.removesuffix(".")
             raise Failure(f"it does not fit: {refusal}. --no-plan trains anyway, until memory runs out", 1)
     return settings
-
-
-def check_folder(settings: TrainSettings, progress: Progress) -> None:
-    """Check that the folder is writable and unused, and has a checkpoint exactly if the run resumes from one.
-
-    Raises:
-        Failure: if not.
-        InUseError: if another run is writing there.
-    """
-    from meshfold.engine.checkpoints import Checkpoint
-    from meshfold.engine.optimizers import OPTIMIZERS
-    from meshfold.train.run_folder import check_free, describe_changes, read_settings
-
-    check_out(settings.out)
-    check_free(settings.out)
-    there = settings.checkpoints.there()
-    if settings.resume:
-        path = must_go_on(settings.out)
-        found = Checkpoint(path)
-        for damaged in settings.checkpoints.damaged():
-            progress.say(f"warning: {damaged} is not complete, and is passed over")
-        trained_with = str(found.state.get("optimizer", {}).get("class")).lower()
-        if trained_with in OPTIMIZERS and trained_with != settings.optimizer:
-            raise Failure(
-                f"--optimizer {settings.optimizer}: {path} holds the state of {trained_with}; type "
-                f"--optimizer {trained_with}, or start over in another --out"
-            )
-        for sentence in describe_changes(settings, read_settings(settings.out)):
-            progress.say(sentence)
-    elif there:
-        free = next(name for name in (f"{settings.out}{n}" for n in count(2)) if not os.path.exists(name))
-        raise Failure(f"{there[0]} already exists: resume it with --resume, or start a new run with --out {free}")
-
-
-def must_go_on(out: str) -> Path:
-    """Return the checkpoint that a run resumes from.
-
-    Raises:
-        Failure: if there is none.
-        CheckpointError: if there are some, and none is complete.
-    """
-    from meshfold.train.run_folder import KeptCheckpoints
-
-    path = KeptCheckpoints(out, keep=1).to_go_on_from()
-    if path is None:
-        raise Failure(
-            f"--resume: there is no checkpoint in {out!r} to resume from; leave --resume out to start a new run"
-        )
-    return path
-
-
-def check_out(out: str) -> None:
-    """Check that the folder is writable, or can be made.
-
-    Raises:
-        Failure: if not.
-    """
-    path = Path(out).absolute()
-    there = next(folder for folder in (path, *path.parents) if folder.exists())
-    if not there.is_dir():
-        what = "is a file" if there == path else f"cannot be made: {there} is a file"
-        raise Failure(f"--out {out!r} {what}; give a folder to write to")
-    if not os.access(there, os.W_OK | os.X_OK):
-        what = "cannot be written to" if there == path else f"cannot be made: {there} cannot be written to"
-        raise Failure(f"--out {out!r} {what}; give another folder")
-
-
-def check_checkpoint(settings: TrainSettings, shapes: dict[str, tuple[int, ...]]) -> None:
-    """Check that the checkpoint to resume from is of this model.
-
-    Raises:
-        Failure: if it is not.
-    """
-    from meshfold.engine.checkpoints import Checkpoint
-
-    path = must_go_on(settings.out)
-    kept = {name: tuple(tensor.shape) for name, tensor in Checkpoint(path).model.items()}
-    for name in sorted(kept.keys() | shapes.keys()):
-        here, there = shapes.get(name, "nothing of that name"), kept.get(name, "nothing of that name")
-        if here != there:
-            raise Failure(
-                f"{path} belongs to another model: {name!r} is {there} there and {here} here; leave "
-                "--model, --set and --tokenizer out, which takes those of the run, or start a new run in another --out"
-            )

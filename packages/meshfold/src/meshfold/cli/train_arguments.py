@@ -209,7 +209,7 @@ def settings_of(arguments: argparse.Namespace) -> TrainSettings:
     if "data" not in given:
         missing = "the following arguments are required: --data. See meshfold train --help"
         if words["resume"] is True:
-            from meshfold.cli.train import must_go_on
+            from meshfold.cli.train_checks import must_go_on
 
             must_go_on(words["out"])
             missing = f"--resume: no settings.json in {words['out']!r} says what the run reads: type --data and the rest again"

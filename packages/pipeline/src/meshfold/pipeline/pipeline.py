@@ -24,11 +24,11 @@ from meshfold.pipeline.runtime.executor import Channels, Executor, Peaks
 from meshfold.pipeline.runtime.gradients import CompleteGradients, TiedGradients, pairs
 from meshfold.pipeline.runtime.microbatch import NO_REPLICAS, Batches, Microbatch, Replicas
 from meshfold.pipeline.runtime.outputs import Output, share
-from meshfold.pipeline.runtime.partial_forward import TransferPlan
 from meshfold.pipeline.runtime.partition import PartitionConfig
 from meshfold.pipeline.runtime.profile import measure, rehearse
 from meshfold.pipeline.runtime.side_effects import preserved_buffers
 from meshfold.pipeline.runtime.stage import Stage, TransferPlans, loss_in, stage_model
+from meshfold.pipeline.runtime.transfer_plan import TransferPlan
 from meshfold.pipeline.scheduling.build import Programs, Source
 from meshfold.pipeline.scheduling.communication import Program
 from meshfold.pipeline.scheduling.costs import Costs

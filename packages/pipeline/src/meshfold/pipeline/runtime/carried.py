@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from meshfold.pipeline.runtime.partial_forward import Slot, Slots
+from meshfold.pipeline.runtime.transfer_plan import Slot, Slots
 
 
 class Carried(Protocol):

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from meshfold.mesh import Group, Mesh, Transfer, collectives
 from meshfold.pipeline.runtime.microbatch import Microbatch
-from meshfold.pipeline.runtime.partial_forward import Slots, TransferPlan
 from meshfold.pipeline.runtime.stage import Stage
+from meshfold.pipeline.runtime.transfer_plan import Slots, TransferPlan
 from meshfold.pipeline.scheduling.actions import Action, Op
 from meshfold.pipeline.scheduling.communication import Program, Receive, ReduceGradients, Send, Step
 

@@ -12,8 +12,8 @@ import torch
 
 from meshfold.mesh import Group, all_reduce
 from meshfold.pipeline.runtime.microbatch import Microbatch
-from meshfold.pipeline.runtime.partial_forward import TransferPlan
 from meshfold.pipeline.runtime.stage import Stage
+from meshfold.pipeline.runtime.transfer_plan import TransferPlan
 from meshfold.pipeline.scheduling.costs import Costs
 
 

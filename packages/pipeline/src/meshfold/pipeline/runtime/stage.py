@@ -38,10 +38,10 @@ from meshfold.pipeline.runtime.deferred_linear import defer_weight_gradients
 from meshfold.pipeline.runtime.forward_analysis import bypassed
 from meshfold.pipeline.runtime.microbatch import Microbatch, Replicas
 from meshfold.pipeline.runtime.parameter_walks import without_parameter_walks
-from meshfold.pipeline.runtime.partial_forward import Slots, TransferPlan
 from meshfold.pipeline.runtime.partition import Partition, PartitionConfig, partition_model
 from meshfold.pipeline.runtime.placeholders import agree_on_dtypes, signature
 from meshfold.pipeline.runtime.side_effects import preserved_buffers
+from meshfold.pipeline.runtime.transfer_plan import Slots, TransferPlan
 
 LossOf = Callable[[Any, Any], Tensor]
 
