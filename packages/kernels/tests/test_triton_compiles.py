@@ -46,6 +46,7 @@ class Compiler:
     def launch(self, kernel: Any, grid: tuple[int, ...], on: Tensor, *arguments: Any, **settings: Any) -> None:
         from triton.backends.compiler import GPUTarget
         from triton.compiler import ASTSource
+        from triton.tools.tensor_descriptor import TensorDescriptor
 
         options = {
             name: settings.pop(name) for name in ("num_warps", "num_stages", "enable_fp_fusion") if name in settings
@@ -56,6 +57,9 @@ class Compiler:
             value = given[parameter.name]
             if parameter.is_constexpr or (isinstance(value, int) and value == 1 and not parameter.do_not_specialize):
                 signature[parameter.name], constants[parameter.name] = "constexpr", value
+            elif isinstance(value, TensorDescriptor):
+                dtype = POINTERS[value.base.dtype].removeprefix("*")
+                signature[parameter.name] = f"tensordesc<{dtype}{list(value.block_shape)}>"
             elif isinstance(value, Tensor):
                 signature[parameter.name] = POINTERS[value.dtype]
             elif isinstance(value, float):
@@ -164,8 +168,9 @@ def test_choices_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow  # the interpreter runs them all
 def test_all_kernels_compile(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
-    from meshfold.kernels import fp8_casts_triton
+    from meshfold.kernels import fp8_casts_triton, grouped_products_triton
 
+    monkeypatch.setattr(grouped_products_triton, "_has_wgmma", lambda x: True)
     h = 4096
     x = torch.zeros(8, h, dtype=torch.bfloat16, requires_grad=True)
     r = torch.zeros(8, h, requires_grad=True)
@@ -224,6 +229,9 @@ def test_all_kernels_compile(compiler: Compiler, monkeypatch: pytest.MonkeyPatch
     chosen, weights, shares = K.softmax_choice(logits, 8, normalize=True)
     (weights.sum() + K.routing_totals(logits, shares, chosen)[1].sum()).backward()
     K.expert_places(chosen, 128)
+    rows, ends = torch.zeros(256, h, dtype=torch.bfloat16), torch.tensor([128, 256], dtype=torch.int32)
+    for matrices in (torch.zeros(2, h, 256).bfloat16(), torch.zeros(2, 256, h).bfloat16().transpose(1, 2)):
+        K.grouped_product(rows, matrices, ends)
     p, grad, settings = torch.zeros(h), x[0].detach(), K.AdamSettings(weight_decay=0.1)
     for made in (
         K.WholeState.of(p, torch.bfloat16),
@@ -285,8 +293,6 @@ def test_all_kernels_compile(compiler: Compiler, monkeypatch: pytest.MonkeyPatch
         "activations._gated_gradients",
         "activations._weighted",
         "activations._weighted_gradients",
-        "activations._gelu",
-        "activations._gelu_gradients",
         "rotary._rotate",
         "merge_attention._merge",
         "pair_attention._attend",
@@ -302,6 +308,8 @@ def test_all_kernels_compile(compiler: Compiler, monkeypatch: pytest.MonkeyPatch
         "expert_places._count",
         "expert_places._add_up",
         "expert_places._place",
+        "grouped_products._list_tiles",
+        "grouped_products._rows_times",
         "fp8_casts._rows",
         "fp8_casts._amax",
         "fp8_casts._columns",

@@ -468,6 +468,35 @@ def test_expert_places(tokens: int, experts: int, k: int) -> None:
         )
 
 
+@pytest.mark.parametrize("dtype", (torch.float16,) if INTERPRETED else (torch.bfloat16, torch.float16))
+@pytest.mark.parametrize(
+    ("counts", "inner", "columns"),
+    [
+        ((130, 0, 300, 1, 209), 128, 320),  # experts without rows, with one row; runs of less, one and several tiles
+        ((512,), 64, 8),
+        pytest.param((0, 0, 600, 0, 168), 192, 264, marks=pytest.mark.slow),
+    ],
+)
+def test_grouped_product(dtype: torch.dtype, counts: tuple[int, ...], inner: int, columns: int) -> None:
+    """Of rows with matrices in both memory layouts. Rows of no expert may be NaN and change nothing."""
+    from meshfold.kernels import grouped_products_triton as triton_twin
+
+    many = sum(counts)
+    ends = torch.tensor(counts, device=DEVICE).cumsum(0).to(torch.int32)
+    rows = seeded(many + 7, inner, dtype=dtype)
+    rows[many:] = torch.nan
+    matrices = seeded(len(counts), inner, columns, dtype=dtype, seed=1)
+    launched: list[object] = []
+    times = triton_twin._times
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(triton_twin, "_times", lambda *arguments: (launched.append(0), times(*arguments))[1])
+        for right in (matrices, matrices.transpose(1, 2).contiguous().transpose(1, 2)):
+            got = K.grouped_product(rows, right, ends)
+            exact = K.grouped_product(rows.double(), right.double(), ends, counts)  # not in Triton: float64
+            near(got[:many], exact[:many], "products")
+    assert len(launched) == (2 if INTERPRETED or torch.cuda.get_device_capability()[0] == 9 else 0)
+
+
 # A row is a program of its own: more rows than a few are only slower.
 FEW_ROWS = [(7, 5) if shape == (70, 5) else shape for shape in SHAPES]
 

@@ -1,7 +1,4 @@
-"""Grouped matmul: each run of rows times the matrix of its expert, in one launch if torch supports it.
-
-``torch.nn.functional.grouped_mm`` takes bfloat16, float16 and float32 if rows start at multiples of 16 bytes. Everything else, such
-as float64, is a loop over experts. The loop synchronises to read the sizes of the runs, unless the host knows them.
+"""Grouped matmul with its gradients: each run of rows times the matrix of its expert.
 
 In compiled code the launch is opaque to the compiler: torch traces its own operation only in bfloat16, and Inductor of torch 2.11
 fails on it.
@@ -16,10 +13,7 @@ import torch
 from torch import Tensor
 
 from meshfold.experts.expert_rows import RowSource
-from meshfold.kernels import take_rows
-
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-_ALIGNMENT = 16  # bytes
+from meshfold.kernels import grouped_product, grouped_shape, take_rows
 
 
 def grouped_matmul(
@@ -100,60 +94,14 @@ def _product(left: Tensor, right: Tensor, ends: Tensor, counts: Sequence[int] | 
     if torch.compiler.is_compiling():
         found: Tensor = torch.ops.meshfold.grouped_product(left, right, ends, counts)
         return found
-    if _fits(left, right):
-        return torch.nn.functional.grouped_mm(left, right, offs=ends)
-    y = left.new_zeros(_shape(left, right, ends))
-    for expert, begin, end in _runs(ends, counts):
-        if right.dim() == 3:
-            torch.mm(left[begin:end], right[expert], out=y[begin:end])
-        else:
-            torch.mm(left[:, begin:end], right[begin:end], out=y[expert])
-    return y
+    return grouped_product(left, right, ends, counts)
 
 
 @torch.library.custom_op("meshfold::grouped_product", mutates_args=())
 def _opaque_product(left: Tensor, right: Tensor, ends: Tensor, counts: Sequence[int] | None) -> Tensor:
-    return _product(left, right, ends, counts).contiguous()
+    return grouped_product(left, right, ends, counts).contiguous()
 
 
 @_opaque_product.register_fake
 def _(left: Tensor, right: Tensor, ends: Tensor, counts: Sequence[int] | None) -> Tensor:
-    return left.new_empty(_shape(left, right, ends))
-
-
-def _shape(left: Tensor, right: Tensor, ends: Tensor) -> tuple[int, ...]:
-    if right.dim() == 3:
-        return left.shape[0], right.shape[2]
-    return ends.shape[0], left.shape[0], right.shape[1]
-
-
-def _fits(left: Tensor, right: Tensor) -> bool:
-    """Return True if torch's grouped_mm takes these. Meta tensors use the loop: FLOP counters know its matmuls."""
-    each = left.element_size()
-    sizes: tuple[int, ...]
-    if right.dim() == 3:
-        rows, sizes = left.shape[0], right.shape[1:]
-        steps = right.stride(1 if right.stride(1) < right.stride(2) else 2)
-    else:
-        rows, sizes, steps = right.shape[0], (left.shape[0], right.shape[1]), 1
-    return (
-        not left.is_meta
-        and left.dtype in _DTYPES
-        and right.dtype is left.dtype
-        and rows > 0
-        and steps == 1
-        and all(size * each % _ALIGNMENT == 0 for size in sizes)
-        and all(t.storage_offset() * each % _ALIGNMENT == 0 for t in (left, right))
-    )
-
-
-def _runs(ends: Tensor, counts: Sequence[int] | None) -> list[tuple[int, int, int]]:
-    """Return expert, first row and the row after the last, of experts that have rows."""
-    stops: list[int] = []
-    if counts is None:
-        stops = ends.tolist()
-    else:
-        for count in counts:
-            stops.append((stops[-1] if stops else 0) + count)
-    begins = [0, *stops[:-1]]
-    return [(e, begin, end) for e, (begin, end) in enumerate(zip(begins, stops, strict=True)) if end > begin]
+    return left.new_empty(grouped_shape(left, right, ends))

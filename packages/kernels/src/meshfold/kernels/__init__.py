@@ -72,6 +72,7 @@ from meshfold.kernels.grad_pass import (
     sum_of_squares,
     write_gradient,
 )
+from meshfold.kernels.grouped_products import grouped_product, grouped_shape
 from meshfold.kernels.layerwise import LAYERWISE, lamb_direction, lars_step
 from meshfold.kernels.linear_cross_entropy import (
     VocabularyShard,
@@ -221,6 +222,8 @@ __all__ = [
     "fp8_weight_gradient",
     "geglu2",
     "gradients_in_backward",
+    "grouped_product",
+    "grouped_shape",
     "join_master",
     "keep_packed",
     "lamb_apply_lists",

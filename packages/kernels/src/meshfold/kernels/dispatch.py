@@ -39,6 +39,7 @@ FAMILIES: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "token_rows": ("take_rows, take_weighted_rows, sum_rows", ("triton",)),
     "expert_choice": ("softmax_choice, routing_totals", ("triton",)),
     "expert_places": ("expert_places", ("triton",)),
+    "grouped_products": ("grouped_product", ("triton",)),
     "fp8_casts": ("to_fp8", ("triton",)),
     "cross_entropy": ("cross_entropy and its pieces, linear_cross_entropy, linear_log_probs", ("triton",)),
     "dropout": ("dropout", ("triton", "numba")),
