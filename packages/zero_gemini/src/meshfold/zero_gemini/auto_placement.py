@@ -99,7 +99,7 @@ class AutoPlacement:
             gemini.step()
             auto.stepped()
 
-    Losses are those without it, bit for bit. All ranks must make the same calls.
+    Losses are the same as without it, bit for bit. All ranks must make the same calls.
 
     Attributes:
         plan: the plan in effect; None before the first.
@@ -154,7 +154,7 @@ class AutoPlacement:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Context manager around a micro-step's forward and backward; traced if it is the first of a step before the plan."""
+        """Context manager around a micro-step's forward and backward. Before the plan, the first of each step is traced."""
         self._began = self._began or time.perf_counter()
         if self.plan is not None or self._traced:
             yield

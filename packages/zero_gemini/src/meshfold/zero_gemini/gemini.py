@@ -254,7 +254,7 @@ class Gemini(ChunkedModel):
     def _gathers_early(self) -> dict[Chunk, Operands]:
         """Return the chunks that the next forward needs first, to be gathered while others are stepped.
 
-        Not if memory is limited, or some chunks are stepped in the background: plans count no gathered chunks during a step.
+        No chunks if memory is limited, or some are stepped in the background: plans count no gathered chunks during a step.
         """
         if self.memory.compute.free_bytes is not None or any(map(self._pending.in_background, self.chunks)):
             return {}
@@ -341,8 +341,8 @@ class Gemini(ChunkedModel):
     def _keep_as_they_are(self, yes: bool, what: str) -> None:
         if not yes:
             raise ChunkError(
-                f"gradients were {what}, and each was stepped with as soon as it was complete: say before the "
-                "backward that it is not 'final'"
+                f"gradients were {what}, but a 'final' backward steps each chunk as soon as its gradient is complete: make the "
+                "backward a 'last' one"
             )
 
     # -- between steps -----------------------------------------------------------------------------------------

@@ -35,7 +35,7 @@ def holders_of(meta: ParameterMeta, shape: torch.Size, mesh: Mesh) -> int | Tens
 
 
 def power_sum(gradient: Tensor, holders: int | Tensor, norm_type: float) -> Tensor:
-    """Sum of ``|g|^p / holders``, or the largest ``|g|`` for infinity: float64, on the gradient's device.
+    """Return the sum of ``|g|^p / holders``, or the largest ``|g|`` for infinity: float64, on the gradient's device.
 
     The 1-, 2- and largest norms of float32, bfloat16 and float16 have the same bits for every placement of the gradient.
     """

@@ -1,4 +1,4 @@
-"""Rule for how early a unit is gathered: during units that compute long enough to hide it.
+"""Rule for how early a unit is gathered: while a unit runs that computes long enough to hide it.
 
 A final norm is too short to hide a gather. So only units with enough compute count; *light* ones are skipped, and gathered with
 the next one that is not light.
@@ -12,7 +12,7 @@ from typing import TypeVar
 Name = TypeVar("Name", bound=Hashable)
 
 _LIGHT = 64
-"""A light unit has less than this part of the largest one's elements: norms, small embeddings."""
+"""A light unit has less than 1/64 of the elements of the largest one: norms, small embeddings."""
 
 
 def light_ones(elems: Mapping[Name, int]) -> frozenset[Name]:

@@ -88,7 +88,7 @@ class Chunk:
         memory: where chunks are stored.
         tier: memory of the shard while the chunk is not gathered: ``"device"`` or ``"host"``.
         whole_group: keep the whole chunk on the device, as stages 1 and 2 do, for any placement of its shard.
-        fp8: how each parameter is multiplied in fp8, where nothing else reads any of them; else empty.
+        fp8: how each parameter is multiplied in fp8, if only such products read them; else empty.
         pushed: copy engines carry its gathers and the reductions of its gradient; the group can push.
         """
         self.spec, self.slices, self.parameters, self.group = spec, list(slices), list(parameters), group
@@ -127,7 +127,7 @@ class Chunk:
 
     @property
     def travels_in_fp8(self) -> bool:
-        """Return True if its parameters are gathered as operands in fp8, and are not there themselves."""
+        """Return True if operands in fp8 are gathered in place of the parameters themselves."""
         return self._fp8 is not None and self.tier == "device" and not self.resident
 
     def _supply(self) -> None:
@@ -185,7 +185,7 @@ class Chunk:
         self._supply()
 
     def exchange(self, block: Block) -> Block:
-        """Swap in another block with the next values as the shard, and return the old one. Not for resident chunks."""
+        """Make another block, which has the next values, the shard, and return the old one. Not for resident chunks."""
         own = self._own
         assert own is not None  # a resident chunk's shard is a part of the gathered tensor
         self._own, self.shard = block, block.tensor
@@ -195,12 +195,12 @@ class Chunk:
 
     @property
     def gathered_bytes(self) -> int:
-        """Bytes that it takes on the compute device while gathered."""
+        """Bytes that the chunk takes on the compute device while it is gathered."""
         return self._block.nbytes
 
     @property
     def address(self) -> int:
-        """Address of the gathered tensor of a resident chunk; 0 of another, which has none while it is released."""
+        """Address of a resident chunk's gathered tensor; 0 for other chunks, whose tensor has no memory while released."""
         return self._whole.data_ptr() if self.resident else 0
 
     @property
@@ -219,7 +219,7 @@ class Chunk:
         return self._whole
 
     def copy_shard(self, place: Tensor) -> torch.cuda.Event | None:
-        """Start copying the shard, after a pending step, to memory of the compute device; return the end of it (None: done).
+        """Copy the shard to memory of the compute device, once a pending step has ended; return the event of its end, None if over.
 
         For replays of a captured step of one rank, which read the parameters there; the chunk stays released.
         """
@@ -231,7 +231,8 @@ class Chunk:
     def gather(self, operands: Operands = Operands.BOTH) -> None:
         """Start the all-gather of the shards, unless it is done or under way. All ranks of the group must call.
 
-        ``operands``: those that are read, of a chunk that travels in fp8.
+        Args:
+            operands: those that the next use reads; only for a chunk that is gathered in fp8.
         """
         self.wait_step()
         fp8 = self._fp8 if self.travels_in_fp8 else None
@@ -360,7 +361,7 @@ class Chunk:
 
     @torch.no_grad()
     def show(self, values: Tensor) -> None:
-        """Start copying new values of the shard from other memory, in parallel with compute; then ``publish``."""
+        """Start copying new values of the shard from other memory, in parallel with compute. Call ``publish`` afterwards."""
         if self.is_gathering:
             self.wait()
         with beside(self.device):
@@ -405,13 +406,13 @@ class Chunk:
                 self.shard[part.shard_start : part.shard_start + part.length].copy_(self.cut(name, block))
 
     def cut(self, name: str, block: Tensor) -> Tensor:
-        """Return this rank's elements, flat, of a tensor of a parameter's shape; none if it has none."""
+        """Return this rank's elements of a tensor of a parameter's shape, flat; empty if it has none."""
         part = next((part for part in self.slices if part.name == name), None)
         start, length = (0, 0) if part is None else (part.parameter_start, part.length)
         return block.detach().reshape(-1)[start : start + length]
 
     def span(self, name: str) -> tuple[int, int]:
-        """Return the first and one past the last element in the shard of a parameter that this rank has a part of."""
+        """Return a parameter's range in the shard: its first element, and one past its last. This rank must have a part of it."""
         part = next(part for part in self.slices if part.name == name)
         return part.shard_start, part.shard_start + part.length
 

@@ -27,7 +27,7 @@ from meshfold.zero_gemini.chunks.layout import ChunkSpec, ShardSlice
 
 
 class Operands(Flag):
-    """Operands of its weights that a use of a chunk reads."""
+    """Operands of a chunk's weights that one use of it reads."""
 
     FORWARD = 1
     BACKWARD = 2
@@ -54,7 +54,7 @@ class Fp8Gather:
         spec: positions of the weights.
         slices: the parts of them in this rank's shard.
         shapes: of the weights, ``n k`` each.
-        weights: get their operands from here; of one recipe, without tiles.
+        weights: read their operands from here; all of one recipe, and none in tiles.
         group: the ranks that share the chunk.
         whole: the memory of the gathered chunk, flat, in 16 bits; its storage may come and go.
         """
@@ -96,9 +96,9 @@ class Fp8Gather:
         return forward, inverse[:n].view(n, 1), backward.t(), turned[n:].view(k, 1)
 
     def supply(self, fetch: Callable[[], None] | None) -> None:
-        """Make products read these operands from now on, or cast their weights again, which are then gathered unchanged.
+        """Make products read these operands from now on, or cast their weights themselves again.
 
-        ``fetch``: gathers the forward operands and waits for them; None: weights are cast.
+        ``fetch``: gathers the forward operands and waits for them; None: weights are gathered unchanged, and cast in each product.
         """
         for weight, operands in zip(self._weights, self._operands, strict=True):
             if fetch is None:
@@ -115,7 +115,7 @@ class Fp8Gather:
         """Record that the gathered chunk is released."""
         for one, inverse in self._inverse.items():
             if one in self.present:
-                inverse.fill_(torch.nan)  # nobody reads unnoticed what is not gathered
+                inverse.fill_(torch.nan)  # reading what is not gathered gives NaN
         self.present = Operands(0)
         self.show()
 

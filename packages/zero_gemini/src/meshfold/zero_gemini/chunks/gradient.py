@@ -44,7 +44,7 @@ class ChunkGradient:
         tier: memory of the optimizer's state.
         shard: the sum over the group and over micro-steps of this rank's elements; None before it exists.
         used: indices of the parameters that had a gradient on this rank since the last ``clear``.
-        measured: result of ``measure`` for the complete shard on the device, before it was offloaded or lent.
+        measured: result of ``measure``, computed of the complete shard before it was offloaded or lent.
         sums: total number of additions to the shard.
     """
 
@@ -63,8 +63,8 @@ class ChunkGradient:
         dtype: in which gradients are summed.
         tier: memory of the optimizer's state; complete shards are sent there.
         every_time: reduce after every backward, not only after the last of an accumulation.
-        measure: computes a number that is needed later, while the complete shard is on the device: from its sums of squares if
-            the reduction has computed them, otherwise from the shard.
+        measure: computes this shard's contribution to the norm while the complete shard is on the device: from its sums of
+            squares if the reduction has computed them, otherwise from the shard.
         wait_for_reader: returns once the optimizer has read the shard that it was lent (:meth:`lend`).
         """
         self.chunk, self.dtype, self.tier = chunk, dtype, tier
@@ -178,11 +178,11 @@ class ChunkGradient:
         self._whole.copy_noted()
 
     def reduce(self, kind: BackwardRole, *, unsure: bool = False) -> None:
-        """Start the sum over the group, if due. All ranks of the group must call, in the same order of chunks.
+        """Start the sum over the group, if it is due. All ranks of the group must call, for the chunks in the same order.
 
         Args:
             kind: of the backward.
-            unsure: more of this chunk's gradient may come in this backward; counts in a final one, for all ranks.
+            unsure: more of this chunk's gradient may come in this backward. In a final backward all ranks learn of it.
         """
         if kind == "apart" and self._wants_every_time and self.chunk.group.size > 1:
             self._put_aside()
@@ -236,8 +236,8 @@ class ChunkGradient:
         self.collect()
         if self.state is GradState.ACCUMULATING:
             raise ChunkError(
-                f"{self._name}: some of them are not summed over the ranks yet: begin the last backward of a step as its last, "
-                "or call reduce_rest() after it"
+                f"{self._name}: some of them are not summed over the ranks yet: call begin(last=True) before the last "
+                "backward of a step, or reduce_rest() after it"
             )
         if self.shard is None:
             raise ChunkError(f"{self.chunk}: its gradient was requested before any backward")
@@ -277,7 +277,7 @@ class ChunkGradient:
         return block
 
     def arrival(self) -> Arrival:
-        """Return what waits until the shard is on the host, as :meth:`finish` does."""
+        """Return a function that waits until the shard is on the host, as :meth:`finish` does."""
         return Arrival(self._sent)
 
     def on_its_way(self) -> Callable[[], None]:

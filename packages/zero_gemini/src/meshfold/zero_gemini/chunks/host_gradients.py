@@ -1,4 +1,4 @@
-"""Two host buffers for gradients on their way to the optimizer's step, if none is held."""
+"""Two host buffers for gradients on their way to the optimizer's step, where gradients are not held until the step."""
 
 from __future__ import annotations
 

@@ -76,24 +76,24 @@ def members_of(facts: Mapping[str, ParameterFacts]) -> dict[str, Member]:
 
 
 PARTS = 16
-"""Approximate least number of chunks of a model, however small, so that some of them can be off the device."""
+"""Chunks that even a small model has, about, so that some of them can be off the device."""
 LEAST_ELEMS = 2**16
 """Chunks of fewer elements are not worth a collective."""
 
 
 def slot_alignment(regime: str) -> int:
-    """Return the multiple of elements at which each parameter begins: 8-bit moments share a scale every 256."""
+    """Return the number of elements that each parameter's start is aligned to: 8-bit moments share a scale every 256."""
     return 256 if regime == "C" else 64
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Member:
-    """Return a parameter as an item of a chunk layout."""
+    """Parameter as an item of a chunk layout."""
 
     numel: int
     """elements on this rank, over the tensor axes"""
     kind: Hashable
-    """what the parameters of a chunk have in common"""
+    """properties that all parameters of a chunk share"""
     sum_axes: tuple[str, ...]
     """axes that its gradient is summed over: their ranks share its chunk"""
 

@@ -40,12 +40,14 @@ PlacementRule = Callable[[Sequence[int]], Sequence[ChunkPlacement]]
 
 @dataclass(frozen=True, kw_only=True)
 class Shares:
-    """Rule that puts given shares of all elements on the host, starting with the ones used last. The gradients of the first ones
-    arrive last, and their parameters are needed first.
+    """Rule that puts given shares of all elements on the host, starting with the ones used last.
+
+    The gradients of the first ones arrive last, and their parameters are needed first.
 
     Attributes:
         host_parameters: share of the elements whose parameters are on the host.
-        host_optimizer: share of the elements whose master weights and optimizer state do; not less.
+        host_optimizer: share of the elements whose master weights and optimizer state are on the host; at least
+            ``host_parameters``.
         disk_optimizer: share of the elements whose optimizer state is on disk; not more than ``host_optimizer``, in
             which it is counted.
 
@@ -133,7 +135,7 @@ class Move(Generic[T]):
 
 
 def in_turn(moves: Iterable[Move[T]]) -> list[Move[T]]:
-    """Return the moves in an order in which device memory never exceeds both ends, and host memory hardly does.
+    """Order moves so that device memory never exceeds the larger of its amounts before and after, and host memory by little.
 
     Moves that free host memory go first while they fit. If none fits, the smallest move off the device makes room. Host memory then
     exceeds its amount before and after by at most the largest move from it plus the largest to it.

@@ -61,7 +61,7 @@ GRAD_TRANSITIONS: dict[GradState, frozenset[GradState]] = {
     GradState.SETTLED: frozenset({GradState.CONSUMED, GradState.EMPTY}),
     GradState.CONSUMED: frozenset({GradState.EMPTY}),
 }
-"""Legal transitions. What no rank has used is reduced from ``EMPTY``; a step without a second sum consumes from ``REDUCED``."""
+"""Legal transitions. A gradient that no rank has is reduced from ``EMPTY``; a step without a second sum consumes ``REDUCED``."""
 
 State = TypeVar("State", bound=Enum)
 
@@ -81,6 +81,6 @@ BackwardRole = Literal["more", "apart", "last", "final"]
 
 ``"more"``: others follow before the step; reductions happen as the stage does them.
 ``"apart"``: others follow, and nothing is sent to other ranks until then.
-``"last"``: the last as far as one knows: gradients are complete after it.
-``"final"``: surely the last, and nothing needs all gradients before the step: chunks are stepped in it.
+``"last"``: probably the last: gradients are complete after it.
+``"final"``: certainly the last, and nothing needs all gradients before the step: chunks are stepped during it.
 """

@@ -1,4 +1,4 @@
-"""The gradient of a whole chunk before its sum over the group: copied together, or in the tensors in which autograd has left it.
+"""The gradient of a whole chunk before its sum over the group: in one tensor, or in the tensors that autograd made.
 
 A push takes memory from anywhere, so gradients that are pushed are not copied: they are held until they have been sent. Gradients
 that are added up over backwards, and those that a collective takes, are copied together.
@@ -50,9 +50,9 @@ class WholeGradient:
 
         Args:
             place: of the parameter in the chunk.
-            gradient: nobody else changes its memory.
+            gradient: no other code changes its memory.
             dtype: of the whole chunk's.
-            hold: keep it where it is; without copies of others.
+            hold: keep it where it is, if no gradient of the chunk was copied yet.
 
         Returns:
             Bytes of the gradient if it is only noted, for :meth:`copy_noted`; else 0.
@@ -97,7 +97,7 @@ class WholeGradient:
             torch._foreach_copy_(into, found)
 
     def take_held(self) -> list[Block]:
-        """Hand out every parameter's gradient, in order, for the caller to free; nothing if not all of them are held."""
+        """Return every parameter's gradient, in order, for the caller to free; an empty list unless all of them are held."""
         if len(self._held) < len(self._chunk.parameters):
             return []
         held = [self._held[place] for place in range(len(self._held))]
@@ -106,7 +106,7 @@ class WholeGradient:
         return held
 
     def take(self, dtype: torch.dtype) -> Block:
-        """Hand out the whole gradient in one tensor, for the caller to free: zeros where none arrived and in padding."""
+        """Return the whole gradient in one tensor, for the caller to free: zeros where none arrived and in padding."""
         self.copy_noted()
         whole = self._copy_together(dtype)
         if missing := [*self._padding, *(part for at, part in enumerate(self._parts) if at not in self.filled)]:
@@ -144,7 +144,7 @@ class WholeGradient:
 
 
 def runs_of(chunk: Chunk, held: list[Block]) -> list[Tensor]:
-    """Return what makes up a chunk's gradient, one after the other: the gradients of all parameters, and zeros for padding."""
+    """Return the parts of a chunk's gradient in order: the gradients of all parameters, and zeros for padding."""
     runs, end = [], 0
     for slot, block in zip(chunk.spec.slots, held, strict=True):
         if slot.start_elems > end:
@@ -162,7 +162,7 @@ def _stream(tensor: Tensor) -> int:
 
 
 def _by_itself(gradient: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a gradient flat, in a dtype, in memory that has nothing else."""
+    """Return a gradient flat, in a dtype, in memory of its own."""
     alone = gradient.untyped_storage().nbytes() == gradient.numel() * gradient.element_size()
     if alone and gradient.is_contiguous() and gradient.dtype is dtype:
         return gradient.detach().view(-1)

@@ -1,6 +1,6 @@
 """Arenas: accounted memory for every byte of chunks, with budgets.
 
-An arena hands out *blocks*; the bytes it accounts are the bytes of the blocks' storages, no more and no less. On a machine without
+An arena allocates *blocks* and accounts for exactly the bytes of their storages. On a machine without
 a GPU, an arena with a budget simulates the compute device, so plans can be executed anywhere.
 """
 
@@ -28,7 +28,7 @@ ROUND_BYTES = 512
 class Block:
     """Part of an arena, made by :meth:`Arena.allocate` or :meth:`Arena.count`.
 
-    The arena has its blocks; a block that outlives its arena is memory that nobody accounts for.
+    A block does not keep its arena alive; its memory is no longer accounted for when the arena is gone.
 
     Attributes:
         nbytes: bytes of its storage: the tensor's, rounded up.
@@ -156,7 +156,7 @@ class Arena:
 
     @property
     def peak_bytes(self) -> int:
-        """The most bytes that were in use at once, since the start or :meth:`reset_peak`."""
+        """Most bytes in use at once since the start or :meth:`reset_peak`."""
         return self._peak
 
     @property

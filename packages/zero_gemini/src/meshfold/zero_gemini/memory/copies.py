@@ -1,7 +1,7 @@
 """Copies between the host and a GPU in parallel with compute, on a separate stream, and waits of the host.
 
-Hooks of a backward wait for the optimizer's work of the step before, or for space for a gradient. A device that gets no
-work during it is idle: `Waiting` reports each such wait, so that profilers do not count it as compute.
+Hooks in backward may have to wait for the optimizer's last step, or for room for a gradient. The device then gets no work and
+idles. `Waiting` reports each such wait, so that profilers do not count it as compute.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ def beside(device: torch.device) -> Iterator[None]:
 
 
 def mark(device: torch.device) -> torch.cuda.Event | None:
-    """Return a point on the current stream that can be waited for; None on a CPU."""
+    """Record an event on the current stream; return None on a CPU."""
     return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
 
 
 def queue_behind(event: torch.cuda.Event | None, device: torch.device) -> None:
-    """Make later queued work wait for a point; the host does not wait."""
+    """Make work that is queued from now on wait for an event; the host does not wait."""
     if event is not None:
         torch.cuda.current_stream(device).wait_event(event)
 
 
 @dataclass(frozen=True)
 class Arrival:
-    """Callable that makes the host wait for a point on a stream; without a stream it does nothing."""
+    """Callable that makes the host wait for an event; without one it does nothing."""
 
     event: torch.cuda.Event | None = None
 
@@ -57,7 +57,7 @@ class Arrival:
             self.event.synchronize()
 
     def is_over(self) -> bool:
-        """Return True if the stream has reached the mark."""
+        """Return True if the event is over."""
         return self.event is None or self.event.query()
 
 

@@ -1,12 +1,18 @@
 """`DiskStore`: named blocks in one preallocated file a rank, read and written several pieces at a time.
 
-Guarantees Space is reserved before training. Operations on one block happen in the order they were called, so a read sees the write
-    before it; different blocks overlap. A write that failed raises at ``wait()``, and again in `flush`. Its block cannot be read
-    until a write of it succeeds. A block that was never written cannot be read either. A closed store removes its file. The file of
-    a killed process is never read: a new store replaces it. No guarantees The store is scratch: after a crash training resumes from
-    its checkpoint. Blocks carry no checksums, so bytes that the disk itself changes, or that another program writes into the file,
-    are not noticed. On file systems that copy on write, or compress, reserved space can still run out; that too is an error at
-    ``wait()``.
+Guarantees:
+
+- Space is reserved before training.
+- Operations on one block happen in the order of their calls, so a read sees the write before it. Different blocks overlap.
+- A failed write raises at ``wait()``, and again in `flush`. A block cannot be read while its last write has failed, or before it
+  was written.
+- A closed store removes its file. The file of a killed process is never read: a new store replaces it.
+
+No guarantees:
+
+- The store is scratch: after a crash training resumes from its checkpoint.
+- Blocks carry no checksums: bytes that the disk changes, or that another program writes into the file, are not noticed.
+- On file systems that copy on write, or compress, reserved space can still run out; that too is an error at ``wait()``.
 """
 
 from __future__ import annotations

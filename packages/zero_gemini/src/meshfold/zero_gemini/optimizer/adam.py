@@ -80,8 +80,8 @@ class AdamStepper(AdamValues):
         optimizer: an Adam or AdamW of torch, for its groups and settings; it never steps itself.
         regime: ``"A"``, ``"B"`` or ``"C"``.
         seed: of stochastic rounding.
-        disk: the place of the state of chunks on disk; None: nothing is.
-        faults: keeps what fails of a promised step; None: it is raised where the step is waited for.
+        disk: where state on disk is stored; None: no state is on disk.
+        faults: keeps the error of a promised step; None: it is raised where the step is waited for.
         """
         self.optimizer, self._regime, self._seed = optimizer, regime, seed
         self.disk = None if disk is None else DiskPlanes(disk)
@@ -101,7 +101,7 @@ class AdamStepper(AdamValues):
         """Reserve room on disk for chunks that are about to be adopted on, or moved to, disk, in one file for all of them.
 
         Args:
-            shards: of each chunk, in which dtype the model computes and the elements of the shard.
+            shards: for each chunk the dtype that the model computes in, and the elements of its shard.
 
         Raises:
             DiskError: if there is less room, or the folder cannot be used; nothing has changed then.
@@ -140,16 +140,16 @@ class AdamStepper(AdamValues):
 
     @property
     def stored_parts(self) -> None:
-        """None: slices of its chunks."""
+        """Return None: ranks store slices of chunks."""
 
     @property
     def one_by_one(self) -> AdamStepper:
         return self
 
     def stream_on_gpu(self, streaming: GpuStreaming | None) -> None:
-        """Let the device step some of the host's chunks, whichever it can take before the cores; None: none.
+        """Let the device step those of the host's chunks that it can take before the cores do. Call :meth:`finish` before.
 
-        Not before it was :meth:`finish`-ed.
+        ``streaming``: the device's buffers; None: only the cores step.
         """
         self.drop_speculative()
         before, self._streaming = self._streaming, streaming
@@ -271,11 +271,11 @@ class AdamStepper(AdamValues):
         """Step a chunk speculatively in parallel with compute: kept if :meth:`step` is called with the same arguments.
 
         Args:
-            chunk: nothing else changes its state until then.
+            chunk: no other code changes its state until then.
             gradient: its shard on the host.
             used: names of the parameters that have a gradient.
             factor: expected factor of the gradient.
-            ready: of the gradient on the host; waited for in another thread.
+            ready: waits until the gradient is on the host; called in another thread.
 
         Returns:
             True if possible: the chunk has a shadow copy, and all its elements are stepped with the same settings.
@@ -370,7 +370,7 @@ class AdamStepper(AdamValues):
         """Finish all steps, end the thread, remove the files on disk, and release all memory.
 
         Raises:
-            DiskError: or another error of a step, unless it was reported before.
+            DiskError: if a step failed and its error was not reported yet; likewise other errors of steps.
         """
         reported = self._worker.failed or self.faults.is_reported
         try:

@@ -17,7 +17,7 @@ from meshfold.zero_gemini.optimizer.state_tree import AdamSnapshot
 
 
 class AdamValues(ABC):
-    """The part of :class:`~meshfold.zero_gemini.optimizer.adam.AdamStepper` that checkpoints are made of."""
+    """The part of :class:`~meshfold.zero_gemini.optimizer.adam.AdamStepper` that reads and writes checkpoints."""
 
     _held: dict[Chunk, Held]
     _chunks: dict[str, Chunk]  # by name

@@ -32,7 +32,7 @@ class Held:
     """
 
     def __init__(self, chunk: Chunk, regime: str, place: MemoryTier, disk: DiskPlanes | None) -> None:
-        """Zeros, to be filled.
+        """Allocate the state, all zeros.
 
         Raises:
             OutOfBudget: if memory does not suffice.
@@ -59,13 +59,13 @@ class Held:
     def sections(
         self, spans: Sequence[tuple[int, int]], *, change: bool, now: bool = False
     ) -> Iterator[tuple[int, int, int, AdamState]]:
-        """Yield the state of some runs of elements in turn: which run, from and to which element, and views.
+        """Yield the state of some runs of elements in turn: the run's number, first and one past the last element, and views.
 
         State on disk comes in pieces, and its views are valid until the next one.
 
         Args:
             spans: first and one past the last element of each run in the shard.
-            change: they will be changed.
+            change: the caller changes the views.
             now: write changes to disk at once.
 
         Raises:
@@ -112,7 +112,7 @@ class Held:
             self.second = SecondCopy(weights=block, planes=planes)
 
     def both(self, begin: int, end: int) -> tuple[AdamState, AdamState]:
-        """Return views of the elements from ``begin`` up to ``end``, and of the shadow copy's."""
+        """Return views of the elements from ``begin`` up to ``end``, in the current state and in the shadow copy."""
         second = self._second
         mine, other = (
             state_of(_seen_alone(weights)[begin:end], cut(self.planes, _tensors(blocks), begin, end))

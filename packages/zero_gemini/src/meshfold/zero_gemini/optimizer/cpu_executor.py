@@ -5,9 +5,9 @@ stepped *just in time*. Its parameters are updated right before the next forward
 Its moments are updated after all parameters, while the device runs backward. Both halves together give the bits of the plain step.
 A chunk that is stepped at once has no second half.
 
-Speculative steps begin in the backward, and their rest overlaps with the next forward. Backward completes gradients in the reverse
-of the order in which forward needs parameters, so of these the last goes first. If chunks were stepped in the order of their
-gradients, the first chunk of the forward would wait for all others, and the cores would then wait for the next backward.
+Speculative steps begin in the backward, and those left over overlap with the next forward. Backward completes gradients in the
+reverse of the order in which forward needs parameters, so the step accepted last is made first. If chunks were stepped in the order
+of their gradients, the first chunk of the forward would wait for all others, and the cores would then wait for the next backward.
 
 One thread uses the cores. If the device steps some of the host's chunks, another thread feeds it: each takes the next
 chunk when it is free.
@@ -35,7 +35,7 @@ class Halves(NamedTuple):
     Attributes:
         parameters: writes its parameters.
         moments: writes its moments; None if the first does all.
-        on_device: instead of both, or of the first: starts it on the device, and returns what waits for its end; None if
+        on_device: starts the step on the device, or its first half, and returns a function that waits for its end; None if
             impossible.
         device_does_all: ``on_device`` replaces both.
         is_ready: returns True if its inputs have arrived.
@@ -89,9 +89,9 @@ class Worker:
             self._keep(pool.submit(then))
 
     def submit_first(self, chunk: Chunk, step: Halves) -> None:
-        """Accept the step of a chunk, to be done before those accepted here earlier that have not begun.
+        """Accept the step of a chunk; it goes before steps accepted here earlier that have not begun.
 
-        Of these, steps that are not ready are begun only if none is: the one accepted first.
+        Steps that are not ready wait for those that are. If none is ready, the one accepted first is begun.
         """
         pool = self._started()
         future = self._parameters[chunk] = Future()
@@ -107,7 +107,7 @@ class Worker:
         self._keep(self._feeder.submit(work))
 
     def _keep(self, future: Future[None]) -> None:
-        """Keep a future that is waited for with all others, and forget those that have ended well."""
+        """Keep a future, to be waited for with all others, and forget those that have succeeded."""
         self._rest = [rest for rest in self._rest if not rest.done() or rest.exception() is not None]
         self._rest.append(future)
 
@@ -217,7 +217,7 @@ class _Deal:
 
 
 class _Latest:
-    """Steps of chunks, the one accepted last first; each call of the cores or the device takes one."""
+    """Stack of chunks' steps: the cores and the device take the one accepted last, one with each call."""
 
     def __init__(self) -> None:
         self._left: list[tuple[Halves, Future[Arrival | None]]] = []
@@ -251,7 +251,7 @@ class _Latest:
 def _is_ready(step: Halves) -> bool:
     try:
         return step.is_ready()
-    except Exception:  # of the device: the step's own wait raises it where it is reported
+    except Exception:  # an error of the device: the wait for this step raises it, where it is reported
         return True
 
 

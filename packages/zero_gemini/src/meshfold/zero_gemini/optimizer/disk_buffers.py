@@ -66,7 +66,7 @@ class _Buffer:
 
 
 class Ring:
-    """See the module.
+    """Cache of pieces in host buffers, for one thread at a time.
 
     Attributes:
         count: buffers; with three, one is read, one changed and one written at a time.
@@ -137,11 +137,11 @@ class Ring:
 
         Args:
             piece: which.
-            change: they will be changed.
-            now: start writing at the end; else it is written when its buffer is needed for another.
+            change: the caller changes the planes.
+            now: start writing when the block ends; else when the buffer is needed for another piece.
 
         Raises:
-            DiskError: if it cannot be read, or an earlier piece could not be written: that one is lost, and reported each time.
+            DiskError: if the piece cannot be read, or an earlier one could not be written; a lost piece is reported each time.
         """
         self.check()
         if piece in self._order:
@@ -186,7 +186,7 @@ class Ring:
         """Wait for pending writes.
 
         Raises:
-            DiskError: if it could not be.
+            DiskError: if a write failed.
         """
         for buffer in self._buffers:
             if buffer.writes:
@@ -197,7 +197,7 @@ class Ring:
         """Write all changes, and wait for them.
 
         Raises:
-            DiskError: if it could not be.
+            DiskError: if a write failed.
         """
         for buffer in self._buffers:
             if buffer.dirty:
@@ -289,6 +289,6 @@ class Ring:
 
 
 def _end(pending: Pending) -> None:
-    """Wait for an operation and ignore its outcome."""
+    """Wait for an operation, whether it fails or not."""
     with suppress(DiskError):
         pending.wait()

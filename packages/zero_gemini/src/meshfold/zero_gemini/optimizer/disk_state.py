@@ -1,8 +1,8 @@
-"""Optimizer state on disk: room for it in block files of this rank, and its buffers.
+"""Optimizer state on disk: its blocks in files of this rank, and its host buffers.
 
 A chunk's state there is cut into *pieces* of at most ``piece_bytes``, each with all planes of its elements. One read then gets
-everything that their step needs, and the buffers' memory does not grow with chunks. Weights are not on disk: the model is shown
-them every step.
+everything that their step needs, and the buffers' memory does not grow with chunks. Weights are not on disk: they are
+published to the model every step.
 
 Room is reserved before anything starts: :meth:`DiskPlanes.reserve` makes one file for all chunks that are about to go to disk.
 State that is moved there later gets room that others left, or another file, which is created before anything moves. Reserved room
@@ -40,8 +40,8 @@ class DiskSettings:
         name: how the names of its files begin.
         buffers: pieces in memory at a time.
         piece_bytes: the most bytes of a piece.
-        io_bytes: the most bytes of one system call, a multiple of 4096; several are on their way at a time.
-        in_flight: how many.
+        io_bytes: the most bytes of one system call, a multiple of 4096.
+        in_flight: system calls under way at a time.
 
     Raises:
         MemoryPlanError: for no buffers, or pieces that are too small.

@@ -1,6 +1,6 @@
 """Choice of how an optimizer runs on chunks: our kernels, on shards, or on whole parameters.
 
-Known ones are looked up, declarations are trusted, and others are tried on a few numbers.
+Known optimizers are looked up, declarations are trusted, and other optimizers are tried on small random matrices.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def optimizer_kind(
 
 
 def adam_regime(optimizer: torch.optim.Optimizer, regime: str, seed: int) -> tuple[str, int]:
-    """Regime and seed for an optimizer of kind ``"adam"``: HybridAdam's and CPUAdam's, unless Gemini was given others.
+    """Return regime and seed for an optimizer of kind ``"adam"``: HybridAdam's and CPUAdam's own, unless Gemini was given others.
 
     Raises:
         MemoryPlanError: if both set a regime, and not the same one; or if groups differ.
@@ -101,8 +101,8 @@ def adam_regime(optimizer: torch.optim.Optimizer, regime: str, seed: int) -> tup
         )
     if regime not in ("A", own[0]):
         raise MemoryPlanError(
-            f"regime={regime!r} was asked for, and {type(optimizer).__name__} was made with regime={own[0]!r}: say it in one "
-            "place"
+            f"regime={regime!r} was asked for, and {type(optimizer).__name__} was made with regime={own[0]!r}: give it in one "
+            "place only"
         )
     return own[0], int(optimizer.param_groups[0]["seed"]) or seed
 

@@ -21,7 +21,7 @@ from meshfold.zero_gemini.optimizer.interface import EarlyStepper
 from meshfold.zero_gemini.runtime.open_calls import OpenCalls
 
 WAITING = 2
-"""Gradients that wait on the device for a use of their chunks to end, more than the chunks that one unit has."""
+"""Gradients, besides those of one unit's chunks, that may wait on the device until their chunks are no longer read."""
 
 
 class EarlySteps:
@@ -44,10 +44,10 @@ class EarlySteps:
         self.is_half = False
 
     def begin(self, gradients: Iterable[ChunkGradient]) -> None:
-        """Before a backward.
+        """Prepare for a backward.
 
         Args:
-            gradients: all, about in the order in which they will be complete.
+            gradients: of all chunks, in about the order in which they will be complete.
 
         Raises:
             OutOfBudget: if the host has no memory for the ring; nothing has changed then.
@@ -62,7 +62,7 @@ class EarlySteps:
         if gradient.is_consumed or gradient in self._waiting:
             return
         if not gradient.is_settled:
-            gradient.offload()  # more may come: keep it
+            gradient.offload()  # more may come: keep what there is
             return
         self._waiting.append(gradient)
         self.go()
@@ -77,7 +77,7 @@ class EarlySteps:
             self._waiting.pop(0).offload()
 
     def finish(self, gradients: Iterable[ChunkGradient]) -> None:
-        """After the backward: step the remaining chunks."""
+        """Step the remaining chunks, after the backward."""
         self._waiting.clear()
         for gradient in gradients:
             gradient.collect()

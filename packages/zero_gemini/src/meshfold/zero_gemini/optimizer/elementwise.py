@@ -20,14 +20,14 @@ class GeneralStepper(StepsAtOnce):
     """See :class:`meshfold.zero_gemini.optimizer.interface.Stepper`. A parameter without a gradient is left out by torch itself.
 
     The optimizer makes its own state, which is accounted for once it exists. It steps all parameters in one call, so their
-    gradients are held until then, also without clipping.
+    gradients are held until then, even without clipping.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, dtype: torch.dtype | None, *, with_state: bool) -> None:
         """Args:
-        optimizer: its groups will be given its parameters.
+        optimizer: its groups get this rank's slices as parameters.
         dtype: of the master weights; None: as the model computes.
-        with_state: it makes its state at construction, as Adagrad does.
+        with_state: the optimizer makes its state at construction, as Adagrad does.
         """
         self.optimizer, self._dtype = optimizer, dtype
         self._made_with_state = with_state

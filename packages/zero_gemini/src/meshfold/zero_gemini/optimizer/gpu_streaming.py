@@ -1,8 +1,8 @@
 """Steps of host chunks on the device: pieces of their state are copied up, stepped, and copied down.
 
-Only the cores do not reach the host memory's full bandwidth, and while a forward waits for them the device's copy engines idle. So
-the cores step one chunk and the device another, each as fast as it can (see :mod:`meshfold.zero_gemini.optimizer.cpu_executor`):
-the kernels give the same bits on both.
+The cores alone do not reach the host memory's full bandwidth, and the device's copy engines idle while a forward waits for
+them. So the cores step one chunk and the device another, each as fast as it can
+(:mod:`meshfold.zero_gemini.optimizer.cpu_executor`). The kernels give the same bits on both.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ SLOT_BYTES = 32 * 2**20
 SLOTS = 6
 _UP_AT_A_TIME = 2  # uploads queued ahead: copies that computation waits for queue behind them
 STREAMING_BYTES = SLOTS * SLOT_BYTES
-"""Device memory of the pieces that are on it at a time."""
+"""Bytes of device memory for the pieces that are there at a time."""
 _MOST_VIEWS = 64
-"""Sizes of pieces whose views a buffer keeps; a shard has one, and the rest at the end of each of its runs."""
+"""Piece sizes whose views a buffer caches: a shard has one size, and another at the end of each of its runs."""
 _ALIGN_ELEMS = 2**14  # alignment of pieces, for blocks of 8-bit moments that share a scale
 
 StepPiece = Callable[[int, AdamState, Tensor, int], None]
@@ -142,14 +142,14 @@ class GpuStreaming:
         """Step some runs of elements.
 
         Args:
-            host: their state; nothing else may touch it until the end.
+            host: their state; no other code may touch it until the end.
             spans: first and one past the last element of each in the shard, in order.
-            do: steps a piece of one of them on the device.
-            moments: it changes them too, so they are copied down.
+            do: steps a piece of a run on the device.
+            moments: the step changes moments too, so they are copied down.
             into: destination; None: the source.
 
         Returns:
-            Once the last pieces are being copied up, a function that returns when all are down again.
+            When the last pieces are being copied up, a function that waits until all are copied down.
         """
         last: torch.cuda.Event | None = None
         size = self._elements(host)

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 
 class Entry(NamedTuple):
-    """One tensor of an optimizer: whether it has its parameter's shape, its dtype's name, and its own shape if it has not.
+    """Tensor of an optimizer's state: whether it has its parameter's shape, its dtype's name, and its own shape if it has another.
 
-    On shards those that have another shape are numbers.
+    In state of shards, tensors of another shape are numbers.
     """
 
     like: bool
@@ -43,15 +43,15 @@ class Stepper(Protocol):
         """Reserve room on disk for the state of chunks, given the dtype and elements of each shard.
 
         Raises:
-            MemoryPlanError: if it cannot live there.
-            DiskError: if there is less room.
+            MemoryPlanError: if this stepper keeps no state on disk.
+            DiskError: if the disk has less room.
         """
 
     def adopt(self, chunk: Chunk, place: MemoryTier) -> None:
-        """Take charge of a chunk; state and master weights live on ``place``.
+        """Add a chunk; its state and master weights are stored on ``place``.
 
         Raises:
-            OutOfBudget: if there is less memory.
+            OutOfBudget: if memory does not suffice.
             MemoryPlanError: for a placement that this stepper cannot use.
         """
 
@@ -61,7 +61,7 @@ class Stepper(Protocol):
         Between steps, after ``finish``; all ranks must call. On an error everything is where it was.
 
         Raises:
-            OutOfBudget: if there is less memory.
+            OutOfBudget: if memory does not suffice.
             MemoryPlanError: for a placement that this stepper cannot use.
         """
 
@@ -72,7 +72,7 @@ class Stepper(Protocol):
         """Return the dtype of the chunk's master weights."""
 
     def fill(self, name: str, block: Tensor) -> None:
-        """Take a parameter's master weights, of its shape."""
+        """Set a parameter's master weights, given in its shape."""
 
     def master(self, name: str) -> Tensor:
         """Return this rank's elements of a parameter's master weights, flat."""
@@ -124,7 +124,7 @@ class Stepper(Protocol):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Notes on this rank's files: no direct I/O, files of a killed process that were removed."""
+        """Notes for the user on this rank's files: no direct I/O, files of a killed process that were removed."""
 
     def take_timings(self) -> dict[StepKind, StepTiming]:
         """Return timings of steps on the host since the last call."""
@@ -183,24 +183,24 @@ class StepsAtOnce:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Return none: no state is on disk."""
+        """Return no notes: no state is on disk."""
         return ()
 
     def take_timings(self) -> dict[StepKind, StepTiming]:
-        """Return none."""
+        """Return no timings."""
         return {}
 
     @property
     def stored_parts(self) -> StoredParts | None:
-        """None, unless parameters have owners: slices of its chunks."""
+        """Return None: ranks store slices of chunks, unless parameters have owners."""
         return None
 
     @property
     def one_by_one(self) -> None:
-        """None: one call steps all chunks."""
+        """Return None: one call steps all chunks."""
 
     def begin(self) -> None:
-        """Recreate the optimizer's state if the optimizer makes it at construction; call it once its groups are filled."""
+        """Recreate the state of an optimizer that makes it at construction. Call it once the groups have their parameters."""
         if self._made_with_state:
             # Keep the object: schedulers refer to it.
             groups, defaults = self.optimizer.param_groups, self.optimizer.defaults
@@ -222,7 +222,7 @@ class EarlyStepper(Protocol):
         """Step one chunk, once after ``begin_steps``; in parallel with compute if its state is not on the device.
 
         Args:
-            chunk: which; nothing reads its parameters any more before the next step.
+            chunk: its parameters are not read again before the next step.
             gradient: its shard, where the chunk's state is; on the host for one on disk.
             used: names of the parameters that have a gradient; the others stay unchanged.
             ready: returns when the gradient is ready; may be called in another thread.

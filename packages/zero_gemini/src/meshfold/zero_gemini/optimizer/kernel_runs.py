@@ -1,4 +1,4 @@
-"""One step of one chunk as a few runs of the kernel, now or later, at once or in halves, with timings."""
+"""The step of one chunk as a few runs of the kernel: now or later, whole or in halves, with timings."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkStep:
-    """One chunk's step, to be done at any time.
+    """Step of one chunk that can be run at any time.
 
     Attributes:
         held: the chunk's state.
@@ -99,7 +99,7 @@ class ChunkStep:
 
         Args:
             ready: returns when the gradient has arrived.
-            between: done afterwards.
+            between: called afterwards.
         """
 
         def work() -> None:
@@ -110,10 +110,10 @@ class ChunkStep:
         return Halves(work)
 
     def halves(self, between: Work, streaming: GpuStreaming | None = None) -> Halves:
-        """Run it in two halves where possible; state on disk is read and written once, so in one.
+        """Return the step in two halves where possible. State on disk is read and written once, so its step has one part.
 
         Args:
-            between: done after each half.
+            between: called after each half.
             streaming: GPU streaming that may step it instead.
         """
 

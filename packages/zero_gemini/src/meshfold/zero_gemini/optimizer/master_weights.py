@@ -23,13 +23,13 @@ class Weights:
 
     Attributes:
         chunk: whose.
-        place: their tier; with state on disk they are on the host, since they are published to the model every step.
+        place: their memory tier; the host if the state is on disk, since they are published to the model every step.
         tensor: flat, ``shard_elems``.
-        parameters: this rank's part of each parameter, views of ``tensor``: what an optimizer of torch is given.
+        parameters: this rank's part of each parameter, as views of ``tensor``, for an optimizer of torch.
     """
 
     def __init__(self, chunk: Chunk, dtype: torch.dtype, place: MemoryTier) -> None:
-        """Zeros, where they are not the shard."""
+        """Allocate zeros, unless the weights are the shard itself."""
         self.chunk, self.dtype, self.place = chunk, dtype, place
         self._own: Block | None = None
         self.tensor = self._settled()
@@ -181,7 +181,7 @@ def planes_of(dtype: torch.dtype, regime: str) -> tuple[Plane, ...]:
 
 
 def lie(planes: tuple[Plane, ...], elements: int) -> tuple[list[tuple[Plane, int, int]], int]:
-    """Return the planes in a row in one flat buffer: each one's first and last byte, and the bytes of all."""
+    """Lay planes out in one flat buffer; return each one's first byte and one past its last, and the bytes of all."""
     found, at = [], 0
     for plane in planes:
         begin = -(-at // _LINE_BYTES) * _LINE_BYTES

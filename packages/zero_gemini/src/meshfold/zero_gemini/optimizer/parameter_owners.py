@@ -61,8 +61,8 @@ class Round:
     Every piece is sent once, from the rank that has it in its shard to the rank that owns it, or back. The all-to-all of equal
     blocks pads each pair of ranks to the largest. A round has as many chunks as the group has ranks: a chunk of one large
     parameter, all of which goes to one rank, is then balanced by chunks that go to others. A rank's own pieces are not sent. A
-    round moves ``N · padded`` elements per rank each way; a perfect one would move at most ``N`` shards. It holds two such buffers
-    on the compute device.
+    round moves ``N · padded`` elements per rank each way; without padding it would move at most ``N`` shards. It holds two buffers
+    of that size on the compute device.
     """
 
     def __init__(self, chunks: Sequence[Chunk], owners: Mapping[str, int]) -> None:
@@ -150,7 +150,7 @@ class Round:
 
 
 def next_of(row: list[Tensor], length: int) -> Tensor:
-    """Take that many elements off the front of the received data."""
+    """Take ``length`` elements off the front of the received data."""
     piece, row[0] = row[0][:length], row[0][length:]
     return piece
 

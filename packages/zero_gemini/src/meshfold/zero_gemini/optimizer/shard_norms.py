@@ -24,15 +24,15 @@ def give_square_sums(
     mesh: Mesh,
     device: torch.device,
 ) -> None:
-    """Let an optimizer whose ``sight`` is norms sum squares over the ranks, once a step; do nothing for others.
+    """Let an optimizer with ``sight="norms"`` sum squares over the ranks, once a step; do nothing for others.
 
     Args:
         stepper: has the optimizer, whose groups have this rank's shards.
         facts: of all parameters, by name.
-        chunks: which have the shards.
+        chunks: that hold the shards.
         everyone: the ranks that have shards of the same parameters.
         mesh: where they lie.
-        device: where ranks communicate from.
+        device: of collectives.
     """
     optimizer: Any = stepper.optimizer
     if hasattr(optimizer, "kernels"):
@@ -55,9 +55,9 @@ def give_square_sums(
 
 
 def give_blocks(stepper: Stepper, facts: Mapping[str, ParameterFacts], mesh: Mesh, device: torch.device) -> None:
-    """Let an optimizer of matrices ask the tensor axes for the rest of what this rank owns; do nothing for others.
+    """Let an optimizer of matrices get the rest of its blocks over the tensor axes; do nothing for others.
 
-    The ranks along them own blocks of the same parameters: blocks are of one size, and so are their chunks.
+    The ranks along these axes own blocks of the same parameters: blocks have one size, and so do their chunks.
     """
     optimizer: Any = stepper.optimizer
     if not hasattr(optimizer, "blocks"):

@@ -1,8 +1,8 @@
 """Speculative steps: chunks are stepped while backward runs, if gradients are clipped by norm and rarely exceed it.
 
-The norm is known when backward is over, and a step that waits for it can only overlap with the next forward. But if gradients were
-not scaled down in the last steps, they hardly will be in this one. So a chunk with state on the host is stepped as soon as its
-gradient arrives, into a shadow copy (:mod:`meshfold.zero_gemini.optimizer.master_weights`), with the factor of the last two steps.
+The norm is known when backward is over, and a step that waits for it can only overlap with the next forward. But if gradients
+were not scaled down in the last steps, they probably will not be in this one. So a chunk with state on the host is stepped as soon
+as its gradient arrives, into a shadow copy (:mod:`meshfold.zero_gemini.optimizer.master_weights`), with the last two steps' factor.
 If the factor is right, the copy is kept; else it is dropped, and the chunk is stepped again. Both ways give the same bits.
 """
 
@@ -38,7 +38,7 @@ class SpeculativeSteps:
         """Allocate or free shadow copies. No step may be pending.
 
         Returns:
-            True if there are some: False also if the host has no memory for them.
+            True if there are shadow copies; False also if the host has no memory for them.
         """
         self._on = self._stepper.keep_second_copies(on)
         return self._on

@@ -1,4 +1,4 @@
-"""Speculative updates: made before the factor of the gradients is known, into shadow copies; kept if it is as expected."""
+"""Speculative updates, made into shadow copies before the gradients' factor is known, and kept if it is as expected."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ class SpeculativeUpdates:
 
         Args:
             chunk: which.
-            step: of all its shard.
-            ready: of the gradient on the host.
+            step: its runs cover the whole shard.
+            ready: waits until the gradient is on the host.
             streaming: GPU streaming that may step it.
         """
         self._open[chunk] = update = _SpeculativeUpdate(step)
@@ -72,7 +72,7 @@ class SpeculativeUpdates:
             self._worker.wait_parameters(self._open.popitem()[0])
 
     def land(self, chunk: Chunk) -> None:
-        """After a chunk's step was waited for: swap in the shadow copy if its speculative update was kept."""
+        """Swap in a chunk's shadow copy if its speculative update was kept. Wait for the step before."""
         update = self._kept.pop(chunk, None)
         if update is not None:
             update.step.held.exchange()

@@ -57,7 +57,7 @@ def unflatten(leaves: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """All tensors in a parameter's state, or in a part of it."""
+    """Yield all tensors in a parameter's state, or in a part of it."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, dict | list | tuple):
@@ -133,8 +133,8 @@ class CountedState:
 
     def __init__(self, tensors_of: Callable[[Chunk], Iterable[Tensor]], places: Mapping[Chunk, MemoryTier]) -> None:
         """Args:
-        tensors_of: those of a chunk.
-        places: where each chunk's are; may change.
+        tensors_of: yields the tensors of a chunk's state.
+        places: memory tier of each chunk's state; may change.
         """
         self._tensors_of, self._places = tensors_of, places
         self._blocks: dict[int, Block] = {}  # by the tensor's id
@@ -149,10 +149,10 @@ class CountedState:
                     yield value, arena
 
     def update(self) -> None:
-        """Account for the state that exists now, and no longer for state that does not.
+        """Account for the state that exists now, and stop accounting for state that is gone.
 
         Raises:
-            OutOfBudget: if the optimizer took more than there was left.
+            OutOfBudget: if the optimizer took more than was left.
         """
         there = {id(value) for chunk in self._places for value in self._tensors_of(chunk)}
         missing = {id(value): (value, arena) for value, arena in self.missing(self._places)}

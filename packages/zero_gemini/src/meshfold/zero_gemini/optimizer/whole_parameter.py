@@ -31,7 +31,7 @@ from meshfold.zero_gemini.optimizer.state_tree import STATE, CountedState
 class WholeStepper(StepsAtOnce):
     """See :class:`meshfold.zero_gemini.optimizer.interface.Stepper`; the optimizer has the whole parameters that this rank owns.
 
-    The optimizer steps all parameters in one call, so their gradients are held until then, also without clipping.
+    The optimizer steps all parameters in one call, so their gradients are held until then, even without clipping.
     """
 
     def __init__(
@@ -44,11 +44,11 @@ class WholeStepper(StepsAtOnce):
         with_state: bool = False,
     ) -> None:
         """Args:
-        optimizer: its groups will be given the parameters that this rank owns.
+        optimizer: its groups get the parameters that this rank owns.
         dtype: of the master weights; None: as the model computes.
-        metas: where each trained parameter lies.
+        metas: placement of each trained parameter.
         shapes: of each, on this rank.
-        with_state: it makes its state at construction.
+        with_state: the optimizer makes its state at construction.
 
         Raises:
             MemoryPlanError: for a parameter split by tensor axes, if the optimizer has no ``blocks`` to get the rest from.
@@ -73,10 +73,10 @@ class WholeStepper(StepsAtOnce):
     # -- chunks ---------------------------------------------------------------------------------------------------
 
     def reserve(self, shards: Iterable[tuple[torch.dtype, int]]) -> None:
-        """Refuse room on disk, which is only for Adam's state.
+        """Refuse state on disk, which only Adam supports.
 
         Raises:
-            MemoryPlanError: for any.
+            MemoryPlanError: for any chunk.
         """
         if any(True for _ in shards):
             self._refuse_disk()
@@ -180,7 +180,7 @@ class WholeStepper(StepsAtOnce):
 
     @property
     def stored_parts(self) -> StoredParts:
-        """Whole parameters, each on its owner."""
+        """Return this stepper: each owner stores whole parameters."""
         return self
 
     def kept(self, name: str) -> range:
@@ -313,7 +313,7 @@ class WholeStepper(StepsAtOnce):
         return self._leaves(name)[key]
 
     def parts(self, name: str, key: str | None) -> StoredValue:
-        """On the rank that owns the parameter."""
+        """Return one of the optimizer's tensors as in memory, on the rank that owns the parameter."""
         return StoredValue((self.master(name) if key is None else self.read(name, key).detach(),))
 
     def write(self, name: str, key: str, value: Tensor) -> None:

@@ -23,8 +23,8 @@ class _Sealed:
 def exactly(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Context manager: inside, ``load_state_dict`` copies state unchanged.
 
-    Hooks do this, after the user's own hooks and before the post-hooks of the load, which then see what they would see of any
-    optimizer.
+    Hooks do this. They run after the user's pre-hooks and before the user's post-hooks, which see what they would see with any
+    other optimizer.
     """
     before = optimizer.register_load_state_dict_pre_hook(_seal)
     after = optimizer.register_load_state_dict_post_hook(_open, prepend=True)

@@ -97,7 +97,7 @@ def set_master(parameter: Tensor, state: dict[str, Tensor], value: Tensor) -> No
 
 
 def notice_change(parameter: Tensor, state: Mapping[str, Tensor]) -> None:
-    """After other code has written to a parameter in float16: take its new elements into the master.
+    """Copy elements that other code has written to a float16 parameter into its master weights.
 
     In bfloat16 there is nothing to do: the parameter is the master's upper half itself.
     """
@@ -108,7 +108,7 @@ def notice_change(parameter: Tensor, state: Mapping[str, Tensor]) -> None:
 
 
 def taken(parameter: Tensor, saved: Mapping[str, Any], regime: str) -> dict[str, Tensor]:
-    """State as saved, in this parameter's own memory.
+    """Return saved state, copied into memory of this parameter's own.
 
     Args:
         saved: from a state_dict of ours in the same regime, or of torch's Adam or AdamW.

@@ -35,7 +35,7 @@ SPREAD_BELOW, SHUFFLED_BELOW = 128, 64
 
 
 def orders(workload: Workload) -> Iterator[Ints]:
-    """Orders of the chunks, the order of use first; they do not depend on limits."""
+    """Yield orders of the chunks, the order of use first. They do not depend on limits."""
     n = len(workload.chunks)
     sizes = np.array([chunk.gathered_elems for chunk in workload.chunks])
     index = np.arange(n)
@@ -54,7 +54,7 @@ def orders(workload: Workload) -> Iterator[Ints]:
 
 
 def layer_order(workload: Workload) -> Ints:
-    """Return the layers by seconds saved per byte; equal ones later first, for they are kept for less long."""
+    """Return the layers by seconds saved per byte, most first; of equal ones the later first, which is kept for a shorter time."""
     layers = workload.layers
     worth = [layer.recompute_seconds / max(layer.kept_bytes, 1) for layer in layers]
     return np.array(sorted(range(len(layers)), key=lambda j: (-worth[j], -j)), dtype=np.int64)
@@ -107,7 +107,7 @@ class Family:
         return Choice(chunks=chunks, layers=kept)
 
     def counts(self) -> Iterator[tuple[int, int, int]]:
-        """(a, least d, most d) for every a that can fit the host and the disk."""
+        """Yield (a, least d, most d) for every ``a`` that can fit the host and the disk."""
         n = len(self.order)
         for a in [n] if self.problem.mode == GPU_ONLY else range(n + 1):
             most = n - a if self.problem.mode == WITH_DISK else 0

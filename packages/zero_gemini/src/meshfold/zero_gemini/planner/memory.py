@@ -61,7 +61,7 @@ def gpu_kinds(workload: Workload) -> dict[str, Floats]:
 def _gradient_bytes(chunk: ChunkCost, workload: Workload) -> Floats:
     """Return a chunk's gradient bytes on the GPU, (option, timestep): whole during its backward, then a shard until offloaded.
 
-    While ranks sum a gradient, which they do in parallel with the next unit's backward, it is there whole with its sum.
+    While ranks sum a gradient, in parallel with the next unit's backward, the whole gradient and its sum are both there.
     """
     out = np.zeros((5, workload.timesteps))
     whole = int(np.ceil(workload.collected(chunk) * chunk.gathered_elems))
@@ -128,7 +128,7 @@ def held_on_host(workload: Workload) -> bool:
 
 
 def gradient_ring(workload: Workload) -> int:
-    """Host bytes for gradients on their way to the CPU step when none is held: two of the largest chunk's."""
+    """Return the host bytes for gradients on their way to the CPU step if gradients are not held: twice the largest chunk's."""
     if held_on_host(workload):
         return 0
     sizes = [chunk.elems for chunk in workload.chunks if chunk.trainable]
@@ -136,9 +136,9 @@ def gradient_ring(workload: Workload) -> int:
 
 
 def memory_table(workload: Workload, strategy: str, mode: str, gpu: Floats, streaming_bytes: int = 0) -> Table:
-    """Rows: GPU bytes at every timestep, then host, then disk. ``gpu`` is the sum of :func:`gpu_kinds`.
+    """Return the rows of memory: GPU bytes at every timestep, then host, then disk.
 
-    ``streaming_bytes`` are the GPU's as soon as state lives on the host.
+    ``gpu``: the sum of :func:`gpu_kinds`. ``streaming_bytes``: of GPU memory that is used as soon as state is on the host.
     """
     build = Builder(len(workload.chunks), len(workload.layers))
     timesteps = [f"gpu at timestep {t}" for t in range(workload.timesteps)]

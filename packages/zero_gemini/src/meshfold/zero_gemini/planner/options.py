@@ -37,7 +37,7 @@ STRATEGIES = {
 
 GPU_ONLY, WITH_HOST, WITH_DISK = "gpu", "host", "disk"
 MODES = {GPU_ONLY: (0,), WITH_HOST: (0, 1, 2), WITH_DISK: (0, 1, 2, 3, 4)}
-"""Options that a mode allows. A mode's fixed cost (rings, blocks in flight) is charged whole."""
+"""Options that a mode allows. A mode's fixed cost (rings, blocks in flight) is charged in full."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

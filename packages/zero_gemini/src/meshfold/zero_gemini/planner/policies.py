@@ -30,9 +30,9 @@ from meshfold.zero_gemini.planner.search import Best, exhaustive_search, search
 from meshfold.zero_gemini.planner.workload import Limits, Workload
 
 NEAR = 1.05
-"""How much longer a step with everything on the device may take than the fastest plan."""
+"""Ratio up to which a step with everything on the device may take longer than the fastest plan."""
 MOST_PLANS = 10**9
-"""Up to this many are examined one by one."""
+"""The most plans that are tried one by one."""
 
 
 def plan(workload: Workload, machine: Machine, limits: Limits | None = None) -> Plan:
@@ -73,12 +73,12 @@ def exhaustive(workload: Workload, machine: Machine, limits: Limits | None = Non
     options = 5 if case.limits.disk_bytes else 3
     count = options ** len(workload.chunks) * 2 ** len(workload.layers)
     if count > MOST_PLANS:
-        raise SpecError(f"{count:.3g} plans are too many to look at one by one (at most {MOST_PLANS:.0g}): use plan")
+        raise SpecError(f"{count:.3g} plans are too many to try one by one (at most {MOST_PLANS:.0g}): use plan")
     return _plan(case, exhaustive_search(case))
 
 
 def cuda(workload: Workload, machine: Machine, limits: Limits | None = None, *, kept: Collection[str] = ()) -> Plan:
-    """Everything on the GPU.
+    """Return the plan with everything on the GPU.
 
     Args:
         kept: names of the layers whose activations are kept, here and below.
@@ -92,7 +92,7 @@ def cuda(workload: Workload, machine: Machine, limits: Limits | None = None, *, 
 
 
 def on_device(workload: Workload, machine: Machine, limits: Limits | None = None) -> Plan:
-    """Everything on the GPU, with as many activations as fit, in order of the seconds that they save per byte.
+    """Return the plan with everything on the GPU, and as many activations as fit, those first that save most seconds per byte.
 
     Raises:
         MemoryPlanError: if it does not fit even with no activations kept.
@@ -105,7 +105,7 @@ def on_device(workload: Workload, machine: Machine, limits: Limits | None = None
 
 
 def cpu(workload: Workload, machine: Machine, limits: Limits | None = None, *, kept: Collection[str] = ()) -> Plan:
-    """Everything on the host, parameters streamed."""
+    """Return the plan with everything on the host, and parameters streamed."""
     chunks = np.full(len(workload.chunks), HOST_STREAMED)
     return _fixed("cpu", workload, machine, limits, chunks, kept)
 
@@ -119,7 +119,7 @@ def static(
     offload_param_frac: float = 0.0,
     kept: Collection[str] = (),
 ) -> Plan:
-    """Fixed shares of the elements on the host: the last chunks, so that the first are stepped on the GPU.
+    """Return the plan with fixed shares of the elements on the host: the last chunks, so that the first are stepped on the GPU.
 
     Args:
         offload_optim_frac: at least this share has its optimizer state on the host.
@@ -152,7 +152,7 @@ def const(
     boundary_bytes: int | None = None,
     kept: Collection[str] = (),
 ) -> Plan:
-    """Optimizer state on the host, and never more than ``boundary_bytes`` of parameters on the GPU.
+    """Return the plan with optimizer state on the host, and never more than ``boundary_bytes`` of parameters on the GPU.
 
     In order of use, parameters stay on the GPU while there is room left for the streamed ones. None is 512 MiB, or the bytes used
     and prefetched at one timestep if they are more.
@@ -189,7 +189,7 @@ def evaluate_placement(
 
     Args:
         placements: of each chunk by name, where its parameters are (``gpu`` or ``host``) and its optimizer state (or ``disk``).
-        policy: its name.
+        policy: name of the placement.
 
     Raises:
         MemoryPlanError: if it does not fit.

@@ -45,7 +45,7 @@ class Problem:
         return MODES[self.mode]
 
     def value(self, rows: Floats) -> Floats:
-        """Return the seconds of rows of ``time``; rows: ... row."""
+        """Return the seconds that rows of ``time`` add up to: ``.. row -> ..``."""
         total: Floats = np.zeros(rows.shape[:-1])
         for phase in self.phases:
             total = total + phase.weight * rows[..., phase.start : phase.stop].max(-1)
@@ -119,14 +119,14 @@ class Case:
         return Problem(strategy=strategy, mode=mode, time=time, phases=phases, memory=memory, limits=self.bounds)
 
     def problems(self) -> Iterator[Problem]:
-        """Every strategy in every mode; with everything on the GPU all strategies are one."""
+        """Yield every strategy in every mode; with everything on the GPU all strategies are the same."""
         yield self.problem(self.strategies()[0], GPU_ONLY)
         for mode in (WITH_HOST, WITH_DISK) if self.limits.disk_bytes else (WITH_HOST,):
             for strategy in self.strategies():
                 yield self.problem(strategy, mode)
 
     def leanest(self) -> Iterator[Problem]:
-        """Return the problems that decide if any plan fits: every mode with the strategy that holds least."""
+        """Yield the problems that decide whether any plan fits: every mode, with the strategy that needs least memory."""
         yield from (self.problem(p.strategy, p.mode) for p in self.problems() if p.strategy == self.strategies()[0])
 
     def mode_of(self, choice: Choice) -> str:

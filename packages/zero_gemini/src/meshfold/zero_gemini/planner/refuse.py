@@ -26,7 +26,7 @@ class DoesNotFit(MemoryPlanError):
 
 
 def refusal(case: Case) -> DoesNotFit:
-    """Return the error for the case that nothing fits."""
+    """Return the error for a case in which nothing fits."""
     workload = case.workload
     gpu_limit, host_limit, disk_limit = case.limits.as_tuple()
     gpu, host = least_bytes(case, "gpu"), least_bytes(case, "host")

@@ -24,7 +24,7 @@ class Regime:
     second_pass: float
     """read and written by the pass that writes the moments afterwards."""
     overwritten: float = 0.0
-    """also read by a pass into a second copy that is not written past the caches: the old values there."""
+    """also read by a pass into a second copy: its old values, which caches load before they are overwritten."""
 
     @property
     def out_of_place(self) -> float:

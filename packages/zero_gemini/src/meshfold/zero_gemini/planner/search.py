@@ -1,8 +1,8 @@
 """Search for the best plan: state of some chunks, parameters of some, activations of some layers, and how to clip.
 
 Up to ``EXACT_CHUNKS`` chunks the best choice is proved; beyond it is the best of an ordered family (family.py). Only the workload
-decides which of the two is used. Both are exact minima over sets that do not depend on the limits, so with more memory a plan is
-never slower.
+decides which of the two is used. Both are exact minima over sets that do not depend on the limits, so more memory never makes a
+plan slower.
 
 The proof is branch and bound over blocks of partial choices. A partial choice is dropped when it no longer fits in memory, or when
 no completion can be faster than the best plan known. Two lower bounds are used: every row plus the least that the rest adds, and
@@ -67,7 +67,7 @@ def branch_and_bound(problem: Problem, worst: float) -> Found:
     """Return the best choice of a problem, if it is better than ``worst``.
 
     Args:
-        worst: the best known value: only better ones are searched; inf if none is known.
+        worst: seconds of the best choice known; only better ones are searched. inf if none is known.
     """
     items = _Items(problem)
     count = len(items.time)
@@ -285,7 +285,7 @@ def exhaustive_search(case: Case) -> Best | None:
 
 
 def _earliest_first(case: Case, best: Best) -> Best:
-    """Among equal choices prefer early chunks on the GPU: swap with later chunks of the same size."""
+    """Return a choice that is as fast with earlier chunks on the GPU: swap them with later ones of the same size."""
     problem, choice, chunks = best.problem, best.choice, case.workload.chunks
     size = [(chunk.elems, chunk.gathered_elems, chunk.trainable) for chunk in chunks]
     tries = MOST_SWAPS

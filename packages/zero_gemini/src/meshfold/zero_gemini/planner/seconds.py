@@ -15,7 +15,7 @@ condition of earliest-deadline-first scheduling). So a step is no shorter than t
 
     forward from k on + backward until k's gradient + work of those chunks + k's own copies down and up
 
-which is short when the earliest chunks, whose gradients come last and which are needed first, are stepped on the GPU.
+It is short if the earliest chunks, whose gradients come last and which are needed first, are stepped on the GPU.
 
 If gradients go through a ring of buffers instead, backward waits for the step that frees one. At most the ring's contents are left
 for the forward, and the plan assumes none. Such a step is two phases, a forward in which nothing is stepped and a backward with the
@@ -26,7 +26,7 @@ then alternate with compute: they are one sum.
 
 With clipping a step has two phases, each the largest of its own sums. The forward includes the pass that writes new master weights:
 ``max(forward, (18 B · host elements + forward's h2d bytes) / host memory)`` in regime A. The backward includes the pass that writes
-the moments. Of state on disk the whole step, 26 B an element, comes before the forward. If the device steps some of the host's
+the moments. State on disk is stepped whole, 26 B an element, before the forward. If the device steps some of the host's
 chunks by GPU streaming, both work until nothing is left. The shares of the cores and the device are proportional to their rates,
 and only the cores' share leaves moments. If the backward has time for it, the device leaves its moments too. A third fewer bytes
 then go through the host's memory before the forward, and the cores write all moments during the backward. With several micro-steps
@@ -239,7 +239,7 @@ def _again_forward(build: Builder, loads: Loads) -> None:
 
 
 def _again_backward(build: Builder, loads: Loads) -> None:
-    """Add its backward: the sum of gradients is fetched, added to and sent back."""
+    """Add the backward of a later micro-step: the sum of gradients is fetched, added to and sent back."""
     machine, up, down = loads.machine, loads.up_backward + loads.down, loads.down
     build.add("compute", base=loads.backward.sum(), layer=loads.recompute)
     build.add("h2d", chunk=up / machine.h2d)
@@ -335,13 +335,13 @@ class Loads:
         return self.cpu_of(self.regime.step * self.elems)
 
     def cpu_of(self, traffic: Floats) -> Floats:
-        """Return the same for a pass that moves ``traffic`` bytes."""
+        """Return the seconds of arithmetic of a pass that moves ``traffic`` bytes."""
         rate = self.machine.cpu_optimizer.get(self.regime.name)
         seconds: Floats = traffic / self.regime.step / rate if rate else np.zeros_like(traffic)
         return seconds
 
     def disk_seconds(self) -> Floats:
-        """Seconds that reading and writing of each chunk's state on disk take; shape: chunk option."""
+        """Return the seconds of reading and writing each chunk's state on disk: chunk option."""
         seconds: Floats = self.disk / self.machine.disk_read + self.disk / self.machine.disk_write
         return seconds
 

@@ -26,7 +26,7 @@ class Alive(NamedTuple):
     most: int
     """at once, in the timestep so far"""
     since: int
-    """at once, since the look before"""
+    """at once, since the last look"""
     now: int
 
 

@@ -99,8 +99,8 @@ class Trace:
 def worst_trace(traces: Sequence[Trace], *, seconds: Callable[[list[float]], float] = max) -> Trace:
     """Return the worst case of several traces of one step: at every timestep the most bytes, and the most or the least seconds.
 
-    Traces with other timesteps than the first's have only their peak in common with it. Layers are those that all of the
-    others saw recomputed.
+    Of a trace with other timesteps than the first one's only the peak counts. Layers are those that all other traces saw
+    recomputed.
     """
     first = traces[0]
     alike = [trace for trace in traces if trace.order == first.order]

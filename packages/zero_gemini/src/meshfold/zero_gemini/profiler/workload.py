@@ -1,4 +1,4 @@
-"""The planner's workload, from a trace and the chunks; the chunks and the units that use them, only from shapes."""
+"""The planner's workload, made from a trace and the chunks; chunks and the units that use them, computed from shapes."""
 
 from __future__ import annotations
 
@@ -70,12 +70,12 @@ def workload_of(
     """Return the workload of one optimizer step.
 
     A chunk is on the device at every timestep in which a unit that uses it runs. A unit's seconds are divided among its chunks by
-    elements; seconds of units without chunks go to the unit before. A chunk that was never used has a placement and state
-    nevertheless. Activations can be chosen for layers that were recomputed in the trace; all others are as in the trace.
+    elements; seconds of units without chunks go to the unit before. A chunk that was never used has a placement and state,
+    too. Activations can be chosen for layers that were recomputed in the trace; all others are as in the trace.
 
     Args:
         trace: of one micro-step.
-        chunks: in any order; every element of every unit in one of them.
+        chunks: in any order; together they have every element of every unit.
         name: of the model, for display.
         regime: bytes an element; its ``gradient`` is in the dtype in which gradients are summed.
         tokens: of this rank in a step.
@@ -242,9 +242,9 @@ def _gradient_from(chunk: ChunkUse, timesteps: Sequence[TracedTimestep], backwar
 
 
 def _counted_bytes(layer: TracedLayer, layers: Sequence[TracedLayer], timesteps: Sequence[TracedTimestep]) -> int:
-    """Return the bytes of what a layer keeps that are in the most alive at once in the timestep of its forward already.
+    """Return how many of a layer's kept bytes the peak of its forward's timestep counts already.
 
-    These are temporary tensors of a forward that keeps nothing: most of them are among what is kept, and would count
+    These are temporary tensors of a forward that keeps nothing: most of them are among those kept, and would count
     twice. A recomputation stops before the operators whose results nothing saves: a residual sum, say, whose output
     then lies beside what it adds. Of several layers in one timestep the later ones run beside what the earlier ones keep.
     """

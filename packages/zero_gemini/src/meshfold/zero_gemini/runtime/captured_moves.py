@@ -1,4 +1,4 @@
-"""A captured step: compute in graph segments, and between them the moves of chunks, which each replay makes anew.
+"""A captured step: compute in graph segments, and between them the moves of chunks, which each replay makes again.
 
 While a step is captured, hooks run as in any step. Where one of them gathers a chunk, waits for one or sends a gradient to the
 host, the segment ends, the move is made, and a function that makes it again is noted. A replay runs segments and noted functions in
@@ -81,7 +81,7 @@ class CapturedMoves:
         self._open()
 
     def note(self, again: Work) -> None:
-        """Note what each replay does on the host where the current segment begins; the captured step has done it."""
+        """Record work that each replay repeats on the host where the current segment begins; the captured step has done it."""
         self._parts[-1].append(again)
 
     def _open(self) -> None:

@@ -13,8 +13,8 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 def watch_output(output: Any, begin: Callable[[Tensor], None]) -> None:
     """Call ``begin`` with the gradient of each tensor in a module's output, before the module's backward computes with it.
 
-    An in-place change of a view gives it another history, in which the hooks of the view before do not run. Those of the tensor
-    that it is a view of do, so that both get the hook: ``begin`` may be called twice for one tensor.
+    An in-place change of a view gives it another history, in which hooks on the earlier view do not run. Hooks on its base tensor
+    do, so both get the hook: ``begin`` may be called twice for one tensor.
     """
     for tensor in tree_flatten(output)[0]:
         if isinstance(tensor, Tensor) and tensor.requires_grad:

@@ -33,7 +33,7 @@ class Segments(Protocol):
 
 
 GAPS = 0.1
-"""Most that the first piece of a pool is larger than what a step allocates, as a share, where the process has memory left."""
+"""Share by which a pool's first piece may exceed what a step allocates, if the process has memory left."""
 
 _broken: list[torch.cuda.CUDAGraph] = []
 """Graphs that were broken off: torch's allocator of host memory still refers to them."""
@@ -49,7 +49,7 @@ class CudaSegments:
     def __init__(self, device: torch.device, peak: int = 0) -> None:
         """Args:
         device: the GPU.
-        peak: bytes that were allocated at the peak of such a step, if that is known; 0: it is not.
+        peak: bytes that were allocated at the peak of such a step; 0: unknown.
         """
         self._device, self._peak = device, peak
         self._open: torch.cuda.CUDAGraph | None = None
@@ -83,7 +83,7 @@ class CudaSegments:
         with contextlib.suppress(torch.OutOfMemoryError):
             _allocate(min(more + gaps, room), self._device)
         self._first = self.end()
-        torch.cuda.reset_peak_memory_stats(self._device)  # the piece is no peak of a step
+        torch.cuda.reset_peak_memory_stats(self._device)  # the piece does not count as a step's peak
 
     def end(self) -> Callable[[], None]:
         graph, self._open = self._open, None

@@ -57,8 +57,8 @@ class Runtime:
         """Args:
         model: the whole model; its forward begins and ends evaluation without gradients.
         calls: has its units with their chunks, and records each call of one.
-        prefetch: number of units that are gathered ahead,
-        light: not counting these (:mod:`meshfold.zero_gemini.prefetch`).
+        prefetch: number of units that are gathered ahead.
+        light: units that ``prefetch`` does not count (:mod:`meshfold.zero_gemini.prefetch`).
         steps_in_background: returns True if the optimizer steps a chunk in parallel with compute; asked again by ``reread``.
         before_evaluation: called before a forward without gradients while steps are pending, since its result is read
             before the ranks agree again on errors. None: nothing.
@@ -120,7 +120,7 @@ class Runtime:
         self.on_entered = None
 
     def reread(self) -> None:
-        """After chunks were moved: find those that are not resident, or that may have a pending step."""
+        """Find the chunks that are not resident or may have a pending step. Call it after chunks were moved."""
         self._chunks = {
             unit: [c for c in all_ if not c.resident or self._steps_in_background(c)]
             for unit, all_ in self._calls.chunks_of.items()
@@ -224,7 +224,7 @@ class Runtime:
         return found
 
     def _unless_behind(self, unit: Unit, before: Before) -> Before:
-        """Return a hook for calls of a unit's submodules from outside; a recomputation in the unit's own backward is none."""
+        """Return a hook for calls of a unit's submodules from outside, not for recomputation in the unit's own backward."""
         return lambda module, args, kwargs: None if unit in self._behind else before(module, args, kwargs)
 
     def _before_backward(self, unit: Unit) -> Callable[[Tensor], None]:

@@ -24,7 +24,7 @@ class OpenCalls:
 
     Attributes:
         chunks_of: the chunks that each unit's parameters are in.
-        most_chunks: that a unit has.
+        most_chunks: the most chunks that one unit has.
     """
 
     def __init__(self, chunks_of: Mapping[Unit, Sequence[Chunk]]) -> None:
@@ -85,7 +85,7 @@ class OpenCalls:
         return not self._open[unit]
 
     def note_gradient(self) -> bool:
-        """Note that a parameter's gradient comes. Return True if it comes in a backward inside of the outer one."""
+        """Record that a parameter's gradient comes. Return True if it comes in a backward inside the outer one."""
         is_inner = self._task not in (None, graph_task())
         if is_inner:
             self._repetition_ran = True

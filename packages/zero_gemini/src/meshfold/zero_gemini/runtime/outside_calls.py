@@ -1,4 +1,4 @@
-"""Calls of a unit's submodules from outside of the unit.
+"""Calls of a unit's submodules from outside the unit.
 
 A model's forward may call ``self.blocks[0].norm.embedder(t)`` itself, as diffusers' DiT does. The unit that holds the submodule's
 parameters is not entered then. Such a call counts as a call of the unit.

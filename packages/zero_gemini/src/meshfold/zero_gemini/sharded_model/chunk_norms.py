@@ -33,6 +33,6 @@ class ChunkNorms:
         return combine(sums, norm_type, shard.device)
 
     def square_sum(self, chunk: Chunk, shard: Tensor, squares: Tensor | None) -> Tensor:
-        """Return this rank's contribution to the 2-norm; ``squares``: sums of them that the shard's reduction has made."""
+        """Return this rank's contribution to the 2-norm; ``squares``: sums of squares, if the reduction computed them."""
         alike = self._facts[chunk.spec.names[0]].kind.holders
         return squares.sum() / alike if squares is not None and alike else self.power_sum(chunk, 2.0, shard)

@@ -22,7 +22,7 @@ class ChunkSlices:
         chunk_of: the chunk of each parameter.
         shapes: of this rank's blocks over the tensor axes, in order of registration.
         trained: chunks of the stepper.
-        stepper: stores master weights and state; None: the chunks are all.
+        stepper: stores master weights and state; None: there are only the chunks.
         device: where blocks are assembled.
     """
 
@@ -83,7 +83,7 @@ class ChunkSlices:
         return self.chunk_of[name].cut(name, value) if is_like else value
 
     def _attempted(self, read: Callable[[], Tensor], length: int, dtype: torch.dtype) -> Tensor:
-        """Read on this rank. After an error, return a tensor of the same length, because the other ranks wait in a collective."""
+        """Read on this rank. After an error return a tensor of that length: the other ranks wait in a collective."""
         found: list[Tensor] = []
         if not self._faults.keep(lambda: found.append(read())):
             found = [torch.full((length,), torch.nan if dtype.is_floating_point else 0, dtype=dtype)]

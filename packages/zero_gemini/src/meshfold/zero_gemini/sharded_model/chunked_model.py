@@ -100,8 +100,8 @@ class ChunkedModel(ParameterValues):
             too, but a stage may have no parameters, and its ranks must know the same.
         transport: what carries gathers and reductions of chunks: ``"nccl"``, ``"push"`` or ``"auto"``
             (:func:`meshfold.mesh.collectives.push.pushes`).
-        fp8_weights: matrices that only products in fp8 read: stage 3 gathers these operands of theirs, in one byte an element.
-        recomputes: returns True if a unit of this name repeats its forward in its backward, for which it reads these again.
+        fp8_weights: matrices that only products in fp8 read: stage 3 gathers their operands, in one byte an element.
+        recomputes: returns True if a unit of this name repeats its forward in its backward, and reads the forward operands again.
         settled: called with the optimizer, if there is one, before the first value goes into a chunk. Every refusal comes
             before it, unless memory runs out. The optimizer has parameters without memory until then.
 
@@ -360,7 +360,7 @@ def _ranks_with_the_same_chunks(model: nn.Module, mesh: Mesh, apart: Sequence[st
     Args:
         model: its parameters' metadata names axes whose ranks have different ones.
         mesh: all ranks.
-        apart: such axes that are known besides.
+        apart: further axes whose ranks have different parameters.
     """
     others = {*apart, *(axis for p in model.parameters() for axis in metadata_on(p, mesh).only_at)}
     return mesh.group(*(axis for axis in mesh.names if axis not in others))

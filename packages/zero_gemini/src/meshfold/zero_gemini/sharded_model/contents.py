@@ -26,7 +26,7 @@ class Contents:
         self._stepper, self._device = slices.stepper, slices.device
 
     def _stored(self, name: str) -> StoredParts:
-        """Return what knows which elements of a parameter this rank stores."""
+        """Return the object that knows which elements of a parameter this rank stores."""
         stepper = self._slices.stepper_of(name)
         return self._slices if stepper is None else stepper.stored_parts or self._slices
 

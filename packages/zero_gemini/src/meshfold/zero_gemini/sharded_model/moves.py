@@ -74,7 +74,7 @@ class Residents:
             self._carry(*move.what)
 
     def moves_to(self, placements: Mapping[Chunk, ChunkPlacement]) -> list[Move[tuple[Chunk, ChunkPlacement]]]:
-        """Return the moves that lead to other placements, in the order given."""
+        """Return the moves that lead to other placements, in the order of ``placements``."""
         return [
             self._as_move(chunk, self._allowed(placement))
             for chunk, placement in placements.items()

@@ -28,9 +28,9 @@ from meshfold.zero_gemini.runtime.captured_moves import CapturedMoves
 from meshfold.zero_gemini.runtime.module_hooks import Runtime
 from meshfold.zero_gemini.runtime.open_calls import OpenCalls
 
-_MOST_UNDER_WAY = 6  # pending reductions, if a unit has more chunks
-_REST_UNDER_WAY = 1  # of those after all backwards, besides the one that starts
-_MOST_NOTED_BYTES = 32 * 2**20  # of gradients that wait for the copy of several
+_MOST_UNDER_WAY = 6  # pending reductions, before the oldest is waited for
+_REST_UNDER_WAY = 1  # the same in ``reduce_rest``
+_MOST_NOTED_BYTES = 32 * 2**20  # of gradients that wait to be copied together
 
 
 class GradientFlow:
@@ -66,8 +66,8 @@ class GradientFlow:
         self.takes = True
         self.capture: CapturedMoves | None = None
         self.kind: BackwardRole = "last"
-        # In the order of their reduction. They are made one kind of parameter after the other (a dtype, experts): in that order the
-        # head's gradient would stay whole until that of the first layer's experts has come.
+        # In the order of their reduction. Chunks are made kind by kind (of dtype, of experts): reduced in that order, the head's
+        # gradient would stay whole until that of the first layer's experts has come.
         firsts = {chunk: min(order[name] for name in chunk.spec.names) for chunk in gradients}
         self._waiting = [gradients[chunk] for chunk in sorted(gradients, key=firsts.__getitem__, reverse=True)]
         self._next = 0  # number already reduced in this backward
@@ -172,9 +172,10 @@ class GradientFlow:
         return len(self._under_way) > 2 and free is not None and free < 2 * self._largest_bytes
 
     def collect_earlier(self) -> None:
-        """Finish the reductions that had a unit's backward to run in, or the next forward of one, and free their inputs.
+        """Finish reductions that overlapped with a unit's backward, or with one of the next forward, and free their inputs.
 
-        The next reduction finishes them too, but may be far: that of a chunk of several units, or in another micro-step.
+        The next reduction would finish them too, but it may come much later: for a chunk of several units, or in another
+        micro-step.
         """
         if self.capture is not None:
             return  # nothing is pending
@@ -202,7 +203,7 @@ class GradientFlow:
             speculative.offer(gradient)
 
     def replayed(self) -> None:
-        """A replay has handed on all gradients of a backward."""
+        """Record that a replay has passed on all gradients of a backward."""
         self._came = True
 
     def _ended(self) -> None:
@@ -241,7 +242,7 @@ class GradientFlow:
     def reduce_rest(self) -> None:
         """Reduce the gradients that backwards other than the last have accumulated. All ranks must call.
 
-        Few are on the device at a time: their inputs are whole chunks', which may come from the host.
+        Only two are on the device at a time: their inputs are gradients of whole chunks, which may come from the host.
         """
         under_way: deque[ChunkGradient] = deque()
         for gradient in self._waiting:
@@ -283,7 +284,7 @@ class GradientFlow:
             if gradient.is_consumed and norm_type != 2.0:
                 raise ChunkError(
                     f"the {norm_type:g}-norm of gradients was asked for, and each was stepped with as soon as it was complete: "
-                    "clip by it, or say before the backward that it is not 'final'"
+                    "ask for the 2-norm, or do not make the backward a 'final' one"
                 )
             shard = None if gradient.is_consumed else gradient.finish()
             known = gradient.measured if norm_type == 2.0 else None
