@@ -1,4 +1,4 @@
-"""Attention by heads or by tokens, for mode 1d with ``overlap="auto"``: whichever step takes less time at best.
+"""Choice of attention by heads or by tokens, for mode 1d with ``overlap="auto"``: the one with the faster step.
 
 By heads, the products of attention's linear layers wait for gathers and scatters of the stream. By tokens, layers wait for fewer
 bytes, and the gradients of whole weights are summed during backward. Critical bytes add to the time of a step; hideable ones do
@@ -33,7 +33,7 @@ class AttentionChoice:
         by_tokens: whether attention should be computed by tokens.
         why: the reason, in words, with the bytes and seconds of both.
         tensor: the entry of the spec by tokens, where that is faster; None elsewhere.
-        found: the estimate by tokens; None where it cannot be.
+        found: the estimate by tokens; None if the spec does not allow it.
     """
 
     by_tokens: bool
@@ -55,7 +55,7 @@ def choose_attention(
 
     Args:
         found: the estimate by heads.
-        machine: whose links and devices count.
+        machine: the devices and links.
         precision: of the estimate.
         again: estimates the same model under another spec.
     """
@@ -98,7 +98,7 @@ def choose_spec(
     """Return a spec for an engine of your own in which ``overlap="auto"`` has chosen how attention is computed.
 
     The choice is that of ``meshfold plan`` and ``meshfold train``. It depends on shapes and the machine's data sheet alone, so it
-    is the same on every rank. ``Engine.report`` lists it with the reason. A spec that leaves nothing to choose comes back as it is;
+    is the same on every rank. ``Engine.report`` lists it with the reason. A spec that leaves nothing to choose stays unchanged;
     write ``attention="heads"`` or ``attention="tokens"`` to choose yourself.
 
     Args:
@@ -108,7 +108,7 @@ def choose_spec(
         batch_size: sequences of a global batch.
         seq_len: tokens of a sequence.
         precision: as for the engine.
-        machine: whose links and memory count. None: H200s with the memory of this process's GPU, unlimited without one.
+        machine: the devices and links. None: H200s with the memory of this process's GPU, unlimited without one.
         settings: other arguments of :func:`meshfold.planner.estimate`.
 
     Raises:

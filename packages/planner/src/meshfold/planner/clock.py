@@ -2,7 +2,7 @@
 
 Operators are counted once, on meta tensors (:class:`meshfold.mesh.model_io.OperatorCounter`), and timed for any machine. An
 operator takes the longer of two times: its FLOP at the rate of matmuls, and the bytes that it reads and writes at the rate of
-memory. The host launches operators one after the other, too: a device that is faster waits for it (:class:`Phases`).
+memory. The host launches operators one by one, and a faster device waits for it (:class:`Phases`).
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Phases:
 
     @property
     def longer(self) -> float:
-        """Seconds of the device or of the host, where neither begins with an empty queue."""
+        """Seconds of the device or of the host, whichever is longer, if the queue is never empty at the start."""
         return max(self.device, self.host)
 
     @property
@@ -91,7 +91,7 @@ class Work:
 
         Args:
             stand_in: context in which the model's code runs.
-            memory: counts the bytes that are alive, in which a kernel has its results only.
+            memory: counts the bytes that are alive; of a kernel only its arguments and results.
             kind: of the device: a CPU runs the operators of our kernels' references.
         """
         stand_in.on_gpu = kind == "gpu"
@@ -165,7 +165,7 @@ def operator_seconds(operator: Operator, machine: Machine, precision: str) -> fl
     if operator.head_dim:
         rate = machine.flops[precision]
         quickest = max(flops for name, flops in machine.flops.items() if name != "fp8")
-        # A query's begin and end take as long in every precision, and so as long as more keys where these are quicker.
+        # The start and end of a query take the same seconds in every precision: as many keys' time more where keys are quicker.
         rate *= reached.matmuls * reached.of_attention(operator.head_dim, operator.keys, rate / quickest)
     else:
         operands = "fp8" if operator.fp8 and "fp8" in machine.flops else precision

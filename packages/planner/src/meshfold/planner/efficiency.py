@@ -14,8 +14,8 @@ MATMULS = 0.86
 OPTIMIZER = 0.82
 """Share of the rate of a plain copy that a fused optimizer step reaches (H200: 3.47 of 4.24 TB/s)."""
 ATTENTION: Mapping[int, float] = {64: 0.58, 128: 0.70}
-"""Size of a head: share of the matmuls' rate that attention reaches, forward and backward together. Only pairs that it
-computes count (measured: cuDNN's on an H200, 4 × 4096 tokens, causal)."""
+"""By the size of a head, the share of the matmuls' rate that attention reaches, forward and backward together. Only computed
+pairs count (measured: cuDNN's on an H200, 4 × 4096 tokens, causal)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,10 +27,10 @@ class Efficiency:
         by_flop: by precision, pairs of a matmul's FLOP and the share of ``matmuls`` that matmuls of that size reach, by rising
             FLOP; without an entry all reach the whole.
         by_side: by precision, pairs of a product's smallest side and the share of ``matmuls`` that large products of that side
-            reach, by rising side: tiles begin and end once for each, however few their terms. Without an entry all reach the whole.
+            reach, by rising side: each tile has a start and an end, even with few terms. Without an entry all reach the whole.
         attention: size of a head to the share of the matmuls' rate that attention of long sequences reaches.
-        lag: size of a head to the keys in whose time a query begins and ends: with so many keys a query, attention reaches half of
-            its share. Without an entry 0.
+        lag: size of a head to the start and end of a query, measured in keys: with that many keys a query, attention reaches half
+            of its share. Without an entry 0.
         elementwise: share of ``memory_rate`` that operators without matmuls reach.
         by_name: the same of operators that were measured, by the name that plans count them with.
         optimizer: share of ``memory_rate`` that the step of the optimizer reaches.
@@ -58,7 +58,7 @@ class Efficiency:
         Args:
             head_dim: size of a head.
             keys: that a query is computed with, on average; 0: many.
-            pace: rate of its matmuls by that of the quickest precision, whose ``lag`` was measured.
+            pace: ratio of its matmuls' rate to that of the quickest precision, for which ``lag`` was measured.
         """
         share = self.attention[min(self.attention, key=lambda size: abs(size - head_dim))]
         if not self.lag or not keys:
@@ -72,7 +72,7 @@ class Efficiency:
 
 
 def _share_at(table: tuple[tuple[float, float], ...], size: float) -> float:
-    """Return a share from pairs of size and share: between them by the logarithm, beyond them the last; without pairs 1."""
+    """Return the share for a size: interpolated by the size's logarithm, beyond the ends the nearest; 1 without pairs."""
     if not table or size >= table[-1][0]:
         return table[-1][1] if table else 1.0
     upper = bisect_left(table, size, key=lambda pair: pair[0])
@@ -84,7 +84,7 @@ def _share_at(table: tuple[tuple[float, float], ...], size: float) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Launches:
-    """Seconds in which a host launches what a device runs, Python around it included.
+    """Seconds that a host needs to launch what a device runs, with the Python around it.
 
     Defaults are those of a quick host, between an H200's (9 µs for the smallest operator from Python, 5 in a backward) and what
     an H100's took for operators of whole models (100 µs, 40 in a backward).
@@ -119,8 +119,8 @@ class Launches:
 class Link:
     """A collective's cost: by sizes where they were measured, else by α–β.
 
-    α–β is ``latency`` seconds a call, and ``rate`` bytes a second that a rank sends by the ring count. It overrates messages of
-    middle size, for which libraries change the algorithm.
+    α–β is ``latency`` seconds a call, and ``rate`` bytes a second that a rank sends by the ring count. It overestimates the rate of
+    mid-sized messages, for which libraries change the algorithm.
 
     Attributes:
         latency: seconds of the smallest call.

@@ -47,13 +47,13 @@ class Memory:
     Attributes:
         parameters: in the precision that the model computes with; also in fp8, where weights are cast once a step.
         masters: separate master weights (bf16 and fp16).
-        gradients: of the master weights, those that exist then: none in the first forward.
+        gradients: of the master weights, as far as they exist at the peak: none in the first forward.
         optimizer: the optimizer's state.
-        activations: all else that is alive then: what autograd keeps for backward, with flash attention, and what operators
-            make and read.
-        channels: memory that peers write, of the channels of ``transport="push"`` and ``overlap="push"``.
-        host: bytes of the host's memory, of all ranks there; only under ``zero``.
-        disk: the same of its disk.
+        activations: all else that is alive at the peak: tensors that autograd keeps for backward, with flash attention, and
+            those that operators read and write.
+        channels: memory that peers write to, for ``transport="push"`` and ``overlap="push"``.
+        host: bytes of the host's memory, for all ranks there; only under ``zero``.
+        disk: bytes of the host's disk, likewise.
     """
 
     parameters: int
@@ -74,9 +74,9 @@ class Memory:
         """Return the bytes that a step of the optimizer reads and writes, with all gradients on the device, without ``zero``.
 
         It reads gradients (with ``clip`` once more, for their norm) and reads and writes weights and moments. If compute has
-        another precision, it also writes the weights in that one.
+        another precision, it also writes the weights in that precision.
         """
-        weights = self.gradients  # as wide as the weights that it updates
+        weights = self.gradients  # as wide as the weights that are updated
         return (
             (2 if clip else 1) * self.gradients
             + 2 * weights
@@ -220,11 +220,10 @@ class Times:
         tensor: traffic of activations and their gradients, which the next operator waits for.
         data: traffic of gradients and parameters, which may run beside both.
         optimizer: the step of the optimizer on the device; 0 under ``zero``, whose plan has it.
-        busy: compute and what the next operator waits for together: a device that waits for the host may have both at once. None:
-            one after the other.
+        busy: compute and traffic of ``tensor`` together: they overlap while the device waits for the host. None: they do not.
         host: launches of all operators, of the optimizer's step too.
         hidden: share of data traffic that compute hides while both run.
-        late: of data traffic, gradients that are complete when no compute is left: of a pipeline's stage that ends last.
+        late: of data traffic, gradients that are complete only when no compute is left, as in the pipeline stage that ends last.
     """
 
     compute: float
@@ -282,7 +281,7 @@ class StepSpeed:
 
 
 def step_speed(found: Estimate, machine: Machine, precision: str) -> StepSpeed:
-    """Return how fast a spec trains: the one time of a step for every spec, by which specs can be compared."""
+    """Return how fast a spec trains: the seconds of a step, by which specs are compared."""
     times = step_times(found, machine, precision)
     if found.pipeline is not None:
         seconds = times.beside(found.pipeline.seconds)
@@ -327,7 +326,7 @@ def step_times(found: Estimate, machine: Machine, precision: str) -> Times:
 def _late_share(found: Estimate) -> float:
     """Return the share of a rank's gradients that are complete only at the end of a schedule, without ``zero``.
 
-    A stage's are with its last micro-batch. The first rank ends last, with one of its stages.
+    A stage's gradients are complete with its last micro-batch. The first rank ends last, with one of its stages.
     """
     if found.pipeline is None or found.spec.pipeline is None or found.spec.zero is not None:
         return 0.0
@@ -335,7 +334,7 @@ def _late_share(found: Estimate) -> float:
 
 
 def _is_pushed(spec: ParallelSpec) -> bool:
-    """Return True if copy engines carry chunks, beside which matmuls run undisturbed."""
+    """Return True if copy engines carry chunks: matmuls then run undisturbed."""
     return spec.zero is not None and spec.zero.transport == "push"
 
 

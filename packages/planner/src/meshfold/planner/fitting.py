@@ -35,11 +35,11 @@ def explain_misfit(found: Estimate, machine: Machine) -> str:
 def suggest_change(
     found: Estimate, machine: Machine, recompute: str | None, rows: int, again: Again, *, accumulate: int = 1
 ) -> str:
-    """Return the first change that makes it fit, or that none of the tried ones does.
+    """Return a sentence with the first change that makes it fit, or one that says that none of those tried does.
 
     Args:
         found: the estimate that does not fit.
-        machine: that it is for.
+        machine: to train on.
         recompute: as requested.
         rows: sequences of a micro-step on a data rank, which micro-batches divide.
         again: estimates under a change.
@@ -47,7 +47,7 @@ def suggest_change(
     """
 
     def helps(spec: ParallelSpec, blocks: str | None, micro_steps: int) -> bool | None:
-        """Return True if it fits then; None if the change is refused."""
+        """Return True if it fits with the change; None if the engine refuses the change."""
         try:
             return fits(again(spec, blocks, micro_steps), machine)
         except MeshfoldError:

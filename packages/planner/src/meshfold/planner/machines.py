@@ -54,7 +54,7 @@ class Machine:
     """Nodes of equal devices.
 
     Attributes:
-        name: what users write.
+        name: as users write it.
         devices: in a node.
         memory: bytes of a device.
         memory_rate: bytes a second of a device's memory, reads and writes together.
@@ -86,7 +86,7 @@ class Machine:
     collectives: Mapping[str, Link] = field(default_factory=dict)
 
     def peak(self, precision: str) -> float:
-        """Return the FLOP/s of the data sheet, which MFU divides by; of a machine without one, those of a large matmul."""
+        """Return the FLOP/s of the data sheet, by which MFU divides; without a data sheet those of a large matmul."""
         known = next((peaks for kind, peaks in PEAK_TFLOPS.items() if kind in self.name.upper()), None)
         return self.flops[precision] if known is None else 1e12 * known[precision]
 
@@ -118,12 +118,13 @@ class Machine:
     def link_rate(self, sizes: tuple[tuple[str, int], ...], axes: tuple[str, ...], kind: str = "all_reduce") -> float:
         """Return the bytes a second that a rank sends in a collective along axes.
 
-        Every device has its share of its node's links to others. A ring over several nodes uses those of all of its ranks on a
-        node, as NCCL does with one ring a link. In an all-to-all a rank sends only a part to other nodes. A message has one link.
+        Every device has its share of its node's links to other nodes. A ring over several nodes uses the links of all of its ranks
+        on a node, as NCCL does with one ring a link. In an all-to-all a rank sends only a part to other nodes. A message uses one
+        link.
 
         Args:
             sizes: of all axes of a mesh, outermost first.
-            axes: or factors of them.
+            axes: of the mesh, or factors of them.
             kind: of the collective.
         """
         if not leaves_node(self.devices, sizes, axes):
@@ -178,7 +179,7 @@ def leaves_node(devices: int, sizes: tuple[tuple[str, int], ...], axes: tuple[st
     Args:
         devices: ranks of a node, which have consecutive numbers.
         sizes: of all axes of a mesh, outermost first.
-        axes: or factors of them.
+        axes: of the mesh, or factors of them.
     """
     names = [name for name, _ in sizes]
     outermost = min((names.index(axis) for axis in axes if axis in names), default=0)
@@ -200,7 +201,7 @@ def ranks_of_a_node(devices: int, sizes: tuple[tuple[str, int], ...], axes: tupl
     Args:
         devices: ranks of a node, which have consecutive numbers.
         sizes: of all axes of a mesh, outermost first.
-        axes: or factors of them.
+        axes: of the mesh, or factors of them.
     """
     names = [name for name, _ in sizes]
     if all(axis in names for axis in axes):

@@ -74,12 +74,12 @@ class PipelineEstimate:
 
     @property
     def seconds(self) -> float:
-        """The least time of an optimizer step."""
+        """Least seconds of an optimizer step."""
         return max(self.schedule_seconds, self.chunk_seconds)
 
     @property
     def fullest(self) -> int:
-        """The coordinate of the rank that holds most."""
+        """Pipeline coordinate of the rank that holds most."""
         return max(range(len(self.memory)), key=lambda rank: self.memory[rank].total)
 
 

@@ -60,9 +60,10 @@ def estimate(
         batch_size: sequences of a global batch.
         seq_len: tokens of a sequence.
         precision: as for the engine.
-        fp8: recipe of linear layers in fp8, with ``precision="bf16"``: the estimate says which are. Their products run at the
-            machine's rate of fp8, if it has one, with casts that are not compiled; recipe ``block`` and pipelines at that of bf16.
-        fp8_gather: as ``gather`` in the engine's ``precision``: ``"fp8"``: ``zero`` stage 3 gathers these weights in fp8.
+        fp8: recipe of linear layers in fp8, with ``precision="bf16"``; the estimate lists these layers. Their products run at the
+            machine's rate of fp8, if it has one, with casts that are not compiled; recipe ``block`` and pipelines are planned at
+            that of bf16.
+        fp8_gather: as ``gather`` in the engine's ``precision``; with ``"fp8"``, ``zero`` stage 3 gathers these weights in fp8.
         optimizer: a key of :data:`meshfold.planner.estimates.MOMENTS`.
         accumulate: micro-steps of an optimizer step.
         rules: as for the engine.

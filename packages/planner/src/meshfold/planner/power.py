@@ -1,4 +1,4 @@
-"""A machine whose devices have a power cap: their clocks are lower, so matmuls take longer; memory and links are as before."""
+"""A machine whose devices have a power cap: clocks are lower, so matmuls take longer; memory and links are unchanged."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def under_power_cap(machine: Machine, watts: float) -> Machine:
         watts: that a device may take, below its own limit.
 
     Raises:
-        SpecError: for a machine whose limit is not known, and for a cap that leaves nothing to compute with or changes nothing.
+        SpecError: for a machine whose limit is not known, and for a cap at or below the idle power, or above the limit.
     """
     limit = next((power for kind, power in POWER_W.items() if kind in machine.name.upper()), None)
     if limit is None:

@@ -34,8 +34,8 @@ class StageCosts:
         entries: collectives of F, B and W.
         activation_bytes: kept from F to B; the last stage's include logits.
         waiting_bytes: kept from B to W if W is separate: inputs of linear layers, and gradients of their outputs.
-        peaks: most bytes alive in F, B and W beyond those at their begin: what operators make, without gradients of weights.
-        sent: bytes of every tensor that is sent to the next stage, and comes back as a gradient.
+        peaks: most bytes alive in F, B and W beyond those alive at their start, without gradients of weights.
+        sent: bytes of every tensor that is sent to the next stage, and whose gradient is sent back.
         received: the same from the stage before.
     """
 
@@ -81,7 +81,7 @@ def stage_costs(
         work: the micro-batch.
         log: an active recording; its entries are removed.
         stand_in: context in which the model's code runs.
-        reducer: has the gradients of the weights; None: nobody has.
+        reducer: collects the gradients of the weights; None: they are dropped.
         kind: of the device.
     """
     found = []
@@ -118,7 +118,7 @@ def _costs_of(
 
     given = stage.random_inputs(plan, pipeline.device)
     batch = [leaf for leaf in tree_leaves((work.args, work.kwargs)) if isinstance(leaf, Tensor)]
-    # One counter for all: what a kernel's forward keeps for its backward counts with the counter of the forward.
+    # One counter for all three: what a kernel's forward keeps for its backward is counted by the forward's counter.
     with Work.counted(stand_in, memory, kind=kind) as counter:
         with saved_for_backward([*pipeline.parameters(), *batch]) as saved:
             counted("forward", lambda: stage.forward(_KEY, work, plan, given))
@@ -143,7 +143,7 @@ def _costs_of(
 
 
 def peak_beside_state(actions: Sequence[Action], stages: Sequence[StageCosts], gradients: int) -> tuple[int, int]:
-    """Return the peak bytes of a rank beside weights and optimizer state: those of gradients, and all others.
+    """Return the peak bytes of a rank besides weights and optimizer state: of gradients, and of all else.
 
     Args:
         actions: the rank's.

@@ -22,24 +22,24 @@ def workspace_bytes(kind: str) -> int:
 
 
 def allocation_bytes(kind: str) -> int:
-    """Return what the allocator of a kind of device makes multiples of."""
+    """Return the bytes of which the allocator of a kind of device makes multiples."""
     return 512 if kind == "gpu" else 1
 
 
 def fixed_bytes(model: nn.Module, kind: str) -> int:
-    """Return the bytes that are always alive, beside parameters and their state: buffers, and workspaces of libraries."""
+    """Return the bytes that are always alive besides parameters and their state: buffers, and workspaces of libraries."""
     return sum(buffer.nbytes for buffer in model.buffers()) + workspace_bytes(kind)
 
 
 class StepBytes(LiveBytes):
-    """Counts all that is alive beside weights and optimizer state, as the device's allocator would.
+    """Counter of all bytes besides weights and optimizer state, as the device's allocator would count them.
 
     Gradients wait in buckets, which are made when the first gradient of a bucket arrives. Their bytes are counted separately.
     """
 
     def __init__(self, reducer: GradientReducer | None, *, kind: str = "gpu", base_bytes: int = 0) -> None:
         """Args:
-        reducer: has the gradients; None: nobody has.
+        reducer: collects the gradients; None: they are dropped.
         kind: of the device.
         base_bytes: always alive in addition.
         """
@@ -68,7 +68,7 @@ class StepBytes(LiveBytes):
             self._most, self._gradients = highest, gradients
 
     def take_others(self) -> tuple[int, int]:
-        """Return (most since the last call, now) of the bytes that are no gradients; the next maximum starts now."""
+        """Return the bytes that are not gradients: (most since the last call, now). The next maximum starts now."""
         self._look()
         most, now = self._others, self._now - (0 if self._reducer is None else self._reducer.held_bytes)
         self._others = now

@@ -59,7 +59,7 @@ def estimate_zero(
     Args:
         settings: of the estimate, with an entry ``zero``.
         engine: with the model; no other code takes gradients.
-        micro_step: forward and backward, telling a log of its phase.
+        micro_step: runs forward and backward, and sets the phase of a log.
         stand_in: context in which it runs.
     """
     spec, machine, accumulation = zero_of(settings), settings.machine, settings.accumulate
@@ -125,7 +125,7 @@ def zero_of(settings: EstimateSettings) -> ZeroSpec:
 def fit(spec: ZeroSpec, workload: Workload, rates: Rates, channels: int) -> tuple[Plan | None, str, Memory]:
     """Plan a workload within a spec's limits.
 
-    ``channels``: bytes of the push channels of tensor parallelism, beside those of chunks.
+    ``channels``: bytes of the push channels of tensor parallelism, besides those of chunks.
 
     Returns:
         The plan, or None and the reason; its memory, or that of everything on a device without limits.
@@ -146,7 +146,7 @@ def fit(spec: ZeroSpec, workload: Workload, rates: Rates, channels: int) -> tupl
 
 
 def pushed_on(machine: Machine, mesh: Mesh, transport: str) -> Callable[[tuple[str, ...], int], bool]:
-    """Return which chunks copy engines of a machine carry, by the axes that share a chunk and the bytes of a shard."""
+    """Return a predicate: whether copy engines carry a chunk, given the axes that share it and the bytes of a shard."""
     gpu = torch.device("cuda")
 
     def pushed(axes: tuple[str, ...], block_bytes: int) -> bool:
@@ -171,7 +171,7 @@ def trace_without_values(
         stand_in: context in which it runs.
         machine: its rates are used.
         precision: of the model.
-        blocks: whose recomputation is observed.
+        blocks: their recomputation is observed.
     """
     live = LiveBytes(base_bytes=fixed_bytes(model, machine.kind), round_bytes=allocation_bytes(machine.kind))
     clock = OperatorClock(lambda operator: operator_seconds(operator, machine, precision.name))
@@ -203,7 +203,7 @@ def release_gradient(parameter: Tensor) -> None:
 
 
 def with_collectives(trace: Trace, log: Log, mesh: Mesh, machine: Machine) -> Trace:
-    """Return the trace with the seconds of collectives over tensor axes, divided among the timesteps of a half like compute."""
+    """Add the seconds of collectives over tensor axes to a trace, divided among the timesteps of a half as compute is."""
     timesteps, layers = list(trace.timesteps), list(trace.layers)
     for phase in ("forward", "backward"):
         sent = [entry for entry in log.entries if entry.phase == phase and entry.group_size > 1]
@@ -255,9 +255,9 @@ def chunk_entries(workload: Workload, world: World, plan: Plan | None) -> list[E
 
 
 def second_operands(windows: Sequence[tuple[int, int]], workload: Workload) -> int:
-    """Return in how many of the windows in which a chunk is gathered a second operand in fp8 is, too.
+    """Return the number of a chunk's windows in which both of its operands in fp8 are gathered.
 
-    Forward and backward read different ones: a window over both gathers two, and so does one in a backward that recomputes.
+    Forward and backward read different operands: a window over both gathers two, and so does one in a backward that recomputes.
     """
     turn = workload.forward_timesteps
     both = sum(first < turn <= last for first, last in windows)
@@ -281,7 +281,7 @@ def memory_of(found: Plan) -> Memory:
 
 @dataclass(frozen=True, kw_only=True)
 class Solved:
-    """A rank's plan or the reason for its refusal, its memory, and the collectives on its chunks in an optimizer step."""
+    """A rank's plan, or why it was refused; its memory; and the collectives on its chunks in an optimizer step."""
 
     plan: Plan | None
     refusal: str

@@ -17,7 +17,7 @@ class MatmulSample:
     Attributes:
         precision: of its operands.
         side: of the squares.
-        seconds: of one, mean of a forward's, an input gradient's and a weight gradient's.
+        seconds: of one matmul: mean of the forward's, the input gradient's and the weight gradient's.
     """
 
     precision: str
@@ -61,7 +61,7 @@ def matmul_rates(samples: Sequence[MatmulSample]) -> dict[str, float]:
 def matmul_shares(samples: Sequence[MatmulSample]) -> dict[str, tuple[tuple[float, float], ...]]:
     """Return pairs of FLOP and share of the highest rate, by precision and rising FLOP.
 
-    Shares never fall with the size: a larger matmul that was slower was disturbed, or is at the limit of power, and a plan must not
+    Shares never fall with the size: a larger matmul with a lower share was disturbed, or limited by power, and a plan must not
     say that less work takes longer.
     """
     best = matmul_rates(samples)
@@ -83,23 +83,23 @@ def share_and_lag(by_keys: Mapping[int, float]) -> tuple[float, float]:
     """Return (share, lag) of attention from its shares with few and with many keys a query: ``share · keys / (keys + lag)``.
 
     Args:
-        by_keys: keys a query and the share of matmuls' rate; of more than two, the first and the last by keys count.
+        by_keys: share of the matmuls' rate by keys a query; only the fewest and the most keys are used.
     """
     few, many = min(by_keys), max(by_keys)
-    if few == many or by_keys[few] >= by_keys[many]:  # noise: no less than with many
+    if few == many or by_keys[few] >= by_keys[many]:  # noise: few keys count as many
         return by_keys[many], 0.0
     # 1 / share is linear in 1 / keys.
     slope = (1 / by_keys[few] - 1 / by_keys[many]) / (1 / few - 1 / many)
     whole = 1 / by_keys[many] - slope / many
-    if whole <= 0:  # all of it is for the query alone: as if the time of pairs could not be told
+    if whole <= 0:  # the fit has no time left for pairs
         return by_keys[many], 0.0
     return 1 / whole, slope / whole
 
 
 def fit_line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Return (α, 1/β) with the least squares of relative errors of ``α + bytes / β``; neither is below zero.
+    """Return (α, 1/β) of ``α + bytes / β`` by least squares of relative errors; neither is below zero.
 
-    Relative, so that small messages count as much as large ones.
+    Errors are relative so that small messages count as much as large ones.
 
     Args:
         points: bytes and seconds.
@@ -124,12 +124,12 @@ def fit_line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
 
 
 def relative_errors(link: Link, samples: Sequence[MessageSample]) -> list[float]:
-    """Return how far the link is from each sample, as a share of the measured seconds."""
+    """Return the error of the link for each sample, as a share of the measured seconds."""
     return [abs(link.seconds(sample.sent) - sample.seconds) / sample.seconds for sample in samples]
 
 
 def fit_link(samples: Sequence[MessageSample]) -> Link:
-    """Return a collective's α–β, with the largest error of a fit to every second size for the sizes between.
+    """Return a collective's α–β, with its largest error: of a fit to every second size, for the sizes in between.
 
     The link itself is fitted to all samples.
 
@@ -155,9 +155,9 @@ def fit_links(samples: Sequence[MessageSample]) -> dict[str, Link]:
 
 
 def seconds_by_size(samples: Sequence[MessageSample]) -> tuple[tuple[float, float], ...]:
-    """Return pairs of bytes and seconds, both rising: neighbours of which the larger was faster get their geometric mean.
+    """Return pairs of bytes and seconds, both rising; neighbours whose seconds fall get their geometric mean.
 
-    Small messages take equally long but for noise, and a plan must not say that less takes longer.
+    Small messages take equally long, apart from noise, and a plan must not say that fewer bytes take longer.
     """
     blocks: list[tuple[list[float], float]] = []  # sizes, and the mean of their seconds' logarithms
     for sample in sorted(samples, key=lambda sample: sample.sent):
@@ -171,7 +171,7 @@ def seconds_by_size(samples: Sequence[MessageSample]) -> tuple[tuple[float, floa
 
 
 def measured_link(samples: Sequence[MessageSample]) -> Link:
-    """Return a collective's seconds by size beside its α–β, with the largest error of every second size for the sizes between.
+    """Return a collective's seconds by size and its α–β, with the largest error as in :func:`fit_link`.
 
     Raises:
         ValueError: without a sample.
@@ -183,12 +183,12 @@ def measured_link(samples: Sequence[MessageSample]) -> Link:
 
 
 def typical_link(links: Mapping[str, Link]) -> Link:
-    """Return one link for kinds that were not measured: the mean latency, and the rate at which all together send equal bytes.
+    """Return one link for kinds that were not measured: the mean latency, and the rate of all kinds if each sends equal bytes.
 
     Raises:
         ValueError: without a link.
     """
     if not links:
-        raise ValueError("there is no link to take the mean of")
+        raise ValueError("no link to take the mean of: measure one first")
     slope = fmean(1 / link.rate for link in links.values())
     return Link(latency=fmean(link.latency for link in links.values()), rate=1 / slope)

@@ -1,9 +1,9 @@
 """Seconds in which this host launches operators: a tiny model trains in the engine, without norms and with them.
 
-Its layers are as those of a real model, and so narrow that the device waits for the host. Seconds of a forward, a backward and an
-optimizer's step are divided among the operators that a plan counts in them. Norms are the only kernels of ours in it, and what they
-add to the seconds is theirs. Both run as models do, with the engine's products of linear layers: these take more of Python than
-torch's, and a model without our kernels beside one with them would have charged the kernels for it.
+Its layers are those of a real model, but so narrow that the device waits for the host. Seconds of a forward, a backward and an
+optimizer's step are divided among the operators that a plan counts in them. Norms are our only kernels in it, so the seconds that
+they add are theirs. Both models run as any model does, with the engine's linear layers, which take more time in Python than
+torch's: otherwise the kernels would be charged for that.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _WORDS, _WIDTH, _HEAD, _TOKENS = 64, 64, 32, 32
 
 
 class _Layer(nn.Module):
-    """Attention and MLP, each behind a norm or nothing, and added to the stream."""
+    """Attention and MLP, each after a norm if there are norms, and added to the residual stream."""
 
     def __init__(self, *, norms: bool) -> None:
         super().__init__()
@@ -70,10 +70,10 @@ class Counts:
     """Operators of the model as plans count them.
 
     Attributes:
-        forward: that are no kernels of ours.
-        backward: the same, with the gradients that the engine takes.
-        kernels_forward: our kernels.
-        kernels_backward: the same.
+        forward: operators of a forward, without our kernels.
+        backward: the same of a backward, with the engine's work on gradients.
+        kernels_forward: our kernels in a forward.
+        kernels_backward: the same in a backward.
         parameters: of the model.
     """
 
@@ -98,14 +98,14 @@ def launches_of(plain: HostSeconds, fused: HostSeconds, without: Counts, with_ke
 
     Args:
         plain: of the model without norms, and so without our kernels.
-        fused: of the model with them.
+        fused: of the model with norms.
         without: operators of the first.
-        with_kernels: operators of the second; without a kernel, one takes as long as any operator.
+        with_kernels: operators of the second; if it has no kernel, a kernel takes as long as any operator.
     """
     forward, backward = plain.forward / without.forward, plain.backward / without.backward
 
     def of_kernel(seconds: float, others: float, count: int, each: float) -> float:
-        return max((seconds - others) / count, each / 2) if count else each  # never less than a part of an operator
+        return max((seconds - others) / count, each / 2) if count else each  # never less than half an operator
 
     return Launches(
         forward=forward,
@@ -132,9 +132,9 @@ def _precision(device_type: str) -> str:
 
 
 def _measured(process: Process, effort: Effort, *, norms: bool) -> HostSeconds:
-    """Train the model, and return the medians of the host's seconds: a long step has pauses, and so has a plan's.
+    """Train the model, and return the medians of the host's seconds.
 
-    Two micro-steps make a step: the second one's seconds beyond the first one's are the optimizer's.
+    A step is two micro-steps: the seconds by which the second one is longer are the optimizer's.
     """
     model: list[_Model] = []
 

@@ -1,4 +1,4 @@
-"""A machine from samples: every rank measures its device while the others measure theirs, then all measure their links."""
+"""Calibration of a machine: all ranks measure their devices at the same time, then all measure their links."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ class Calibration:
 
     Attributes:
         machine: for plans.
-        matmuls: samples, means over ranks.
+        matmuls: samples; means over ranks.
         messages: samples inside a node, of the slowest rank.
         ranks: that took part.
-        notes: numbers that were not measured, and whose they are.
+        notes: numbers that were not measured, and the preset that they are from.
     """
 
     machine: Machine
@@ -126,7 +126,7 @@ def _mean(values: Sequence[float], everyone: Group, device: torch.device) -> lis
 
 
 def _most(values: Sequence[float], everyone: Group, device: torch.device) -> list[float]:
-    """Return the largest of all ranks' values, each by itself."""
+    """Return the elementwise maximum of all ranks' values."""
     found: list[float] = all_reduce(
         torch.tensor(values, dtype=torch.float64, device=device), everyone, op="max"
     ).tolist()
@@ -157,7 +157,7 @@ def _of_devices(
     memory = memory_rates(device, effort)
     sustained = sustained_share(best, device, effort)
     attention = attention_shares(sustained * flops[most], device, effort, DTYPES[most])
-    # Products of a GPU are tiles, one for each of many processors; those of a CPU are not measured by their sides.
+    # A GPU cuts products into tiles, so narrow ones are slower; on a CPU sides are not measured.
     sides = side_samples(best.rate, device, effort, DTYPES[most]) if device.type == "cuda" else {}
     operators = operator_rates(device, effort, DTYPES[most])
     copy, elementwise, optimizer, sustained = _mean(
@@ -211,7 +211,7 @@ def _host(
     local: int,
     notes: list[str],
 ) -> Host:
-    """Return the host with measured copies, memory and disk; each rank has its share while the others use theirs."""
+    """Return the host with measured copies, memory and disk, which all ranks use at the same time."""
     host = replace(host, memory=_host_bytes(host.memory), cores=_cores() if device.type == "cpu" else host.cores)
     if effort.host:
         from meshfold.zero_gemini.machine_rates import measure_machine

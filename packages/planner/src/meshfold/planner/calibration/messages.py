@@ -34,7 +34,7 @@ KINDS: dict[Kind, Callable[[Tensor, Group], object]] = {
     "broadcast": lambda x, group: broadcast(x, group, 0),
     "shift": lambda x, group: shift(x, group),
 }
-"""Measured kinds. ``send`` takes the seconds of ``shift``, which is a send and a receive beside each other."""
+"""Measured kinds. ``send`` has the seconds of ``shift``, which sends and receives at the same time."""
 
 
 def message_samples(
@@ -45,8 +45,7 @@ def message_samples(
     Args:
         group: of two ranks or more.
         device: of the tensors.
-        effort: its sizes are those of the block that the ring count names: what all ranks have together in a gather, what each
-            rank has in a sum.
+        effort: gives the sizes of blocks: of the result in a gather, of a rank's operand in a sum.
         kinds: by default all of ``KINDS``.
     """
     found = []
@@ -64,14 +63,14 @@ def message_samples(
 
 
 def hidden_of(collectives: float, matmuls: float, together: float) -> float:
-    """Return the share of the shorter that the longer one hides, by the seconds of each alone and of both at once."""
+    """Return the share of the shorter one that the longer one hides, given the seconds of each alone and of both at once."""
     return min(1.0, max(0.0, (collectives + matmuls - together) / min(collectives, matmuls)))
 
 
 def hidden_share(group: Group, device: torch.device, effort: Effort) -> float:
-    """Measure how much of gathers matmuls hide, on streams of a GPU: as many of each as take equally long.
+    """Measure the share of gathers that matmuls hide, on two streams of a GPU, with equally long runs of both.
 
-    All ranks of the group must call. On a CPU it is 1: what ranks hide there depends on who has which core.
+    All ranks of the group must call. On a CPU the result is 1: there it depends on which cores each rank gets.
     """
     if device.type != "cuda":
         return 1.0

@@ -1,8 +1,8 @@
-"""Shares of memory's rate that operators without matmuls reach, each by the bytes that plans count for it.
+"""Shares of the memory's rate that operators without matmuls reach, by the bytes that plans count for them.
 
-Not all of them are bound by memory: GELU and random bits take arithmetic, sums over rows few blocks, a mask that is broadcast goes
-element by element, and ``masked_fill`` is a copy and a change in place. What a plan counts, divided by the seconds that a device
-takes, has all of it.
+Not all of them are bound by memory: GELU and random bits need arithmetic, sums over rows use few blocks, a broadcast mask is read
+element by element, and ``masked_fill`` is a copy and a change in place. The bytes that a plan counts, divided by a device's
+seconds, cover all of this.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from meshfold.planner.clock import Work
 
 _COLUMNS = 1024
 _HEADS = 16
-_MUCH = 0.1  # of an operator's bytes; those with less are casts of a few numbers beside it
+_MUCH = 0.1  # of all bytes; operators with less are casts of a few numbers
 
 
 def operator_rates(device: torch.device, effort: Effort, dtype: torch.dtype) -> dict[str, float]:
-    """Measure operators of transformers in a dtype: the name of each in plans, and the bytes a second that it reads and writes."""
+    """Measure operators of transformers in a dtype; return bytes read and written a second, by the operator's name in plans."""
     found: dict[str, float] = {}
     kind = "gpu" if device.type == "cuda" else "cpu"
     works, shadows = (calls_of(where, kind, effort, dtype) for where in (device, torch.device("meta")))
@@ -50,7 +50,7 @@ def moved(work: Callable[[], object], kind: str) -> Mapping[str, int]:
 
 
 def calls_of(device: torch.device, kind: str, effort: Effort, dtype: torch.dtype) -> list[Callable[[], object]]:
-    """Return calls of one operator each on tensors that no cache holds, and of one of our norms with its backward."""
+    """Return calls of one operator each, on tensors larger than any cache, and one of our norm with its backward."""
     aten = torch.ops.aten
     size = effort.memory_bytes if kind == "gpu" else effort.memory_bytes // 4
     rows = max(_COLUMNS, size // _COLUMNS // dtype.itemsize // _COLUMNS * _COLUMNS)
@@ -80,6 +80,6 @@ def calls_of(device: torch.device, kind: str, effort: Effort, dtype: torch.dtype
     ]
     if dtype.itemsize < 4:
         works.append(lambda: x.to(torch.float32))
-    if kind == "gpu":  # on a CPU it is other operators
+    if kind == "gpu":  # on a CPU a norm runs as other operators
         works.append(lambda: dropout(x, 0.1, 1, 2))
     return works

@@ -25,19 +25,19 @@ class Effort:
 
     Attributes:
         sides: of square matmuls, rising.
-        longest_s: seconds; larger sizes than the first that takes so long are left out.
+        longest_s: seconds of a matmul above which no larger ones are measured.
         window_s: least seconds of one timing.
-        repeats: timings of each sample, of which the fastest counts: other work on a machine only slows it down.
+        repeats: timings of each sample; the fastest counts, since other work on a machine only slows it down.
         steady_s: seconds of matmuls in sequence.
-        narrow: the least and the largest of ``sides`` that narrow products are measured of.
+        narrow: the smallest and the largest of ``sides`` for which narrow products are measured.
         rows: of these products.
-        tokens: of attention's longer sequences; a quarter of the shorter ones.
+        tokens: of attention's longer sequences; shorter ones have a quarter of them.
         attention_s: least seconds of one attention and its backward.
         memory_bytes: of a copy.
         message_bytes: of collectives' blocks, rising.
         layers: of the model that measures launches.
         steps: of it, each of two micro-steps.
-        warm_up: steps before those that count.
+        warm_up: steps that are not timed, before those that are.
         disk_bytes: of the file that measures a disk.
         host: measure copies to a GPU and the host's memory.
     """
@@ -77,11 +77,11 @@ TINY = Effort(
     disk_bytes=MiB,
     host=False,
 )
-"""Sizes to try the command with: their rates say nothing."""
+"""Sizes to try the command with; too small for meaningful rates."""
 
 
 def best_seconds(work: Callable[[], object], device: torch.device, effort: Effort) -> float:
-    """Return the seconds of one call, after calls that do not count: the fastest of several timings."""
+    """Return the seconds of one call: the fastest of several timings, after a warm-up."""
     work()
     once = _timed(work, device, 1)
     calls = max(1, min(1000, math.ceil(effort.window_s / once)))
@@ -89,7 +89,7 @@ def best_seconds(work: Callable[[], object], device: torch.device, effort: Effor
 
 
 def _timed(work: Callable[[], object], device: torch.device, calls: int) -> float:
-    """Return the seconds of one of several calls in a row."""
+    """Return the seconds of a call, the mean of several in a row."""
     wait(device)
     begin = time.perf_counter()
     for _ in range(calls):
@@ -99,7 +99,7 @@ def _timed(work: Callable[[], object], device: torch.device, calls: int) -> floa
 
 
 def device_seconds(work: Callable[[], object], device: torch.device, effort: Effort) -> float:
-    """Return the seconds that the device takes for one call, as when the host is ahead of it: the fastest of several timings."""
+    """Return the device's seconds for one call when the host is ahead of it: the fastest of several timings."""
     if device.type != "cuda":
         return best_seconds(work, device, effort)
     work()
@@ -109,7 +109,7 @@ def device_seconds(work: Callable[[], object], device: torch.device, effort: Eff
 
 
 def _queued(work: Callable[[], object], device: torch.device, calls: int, ahead_s: float) -> float:
-    """Return the device's seconds of one of several calls, which wait in its queue until the host has launched them all."""
+    """Return the device's seconds of a call, the mean of several that start once the host has launched them all."""
     with torch.cuda.device(device):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda._sleep(math.ceil(ahead_s * _CLOCK_HZ))
@@ -145,9 +145,10 @@ def matmul_samples(device: torch.device, effort: Effort) -> list[MatmulSample]:
 
 
 def side_samples(best: float, device: torch.device, effort: Effort, dtype: torch.dtype) -> dict[int, float]:
-    """Measure the products of a linear layer from ``side`` to four times as many features, by side: share of ``best`` in FLOP/s.
+    """Measure linear layers from ``side`` to four times as many features; return shares of ``best`` in FLOP/s, by side.
 
-    Means of a forward's, an input gradient's and a weight gradient's, of so many rows that the smallest side is the layer's.
+    Each is the mean of the forward, the input gradient and the weight gradient, with so many rows that ``side`` is
+    the smallest side.
     """
     found = {}
     for side in effort.sides:
@@ -195,7 +196,7 @@ def _matmul_seconds(side: int, dtype: torch.dtype, device: torch.device, effort:
 
 
 def sustained_share(best: MatmulSample, device: torch.device, effort: Effort) -> float:
-    """Return the share of a matmul's rate that many reach in sequence: clocks fall where power is limited."""
+    """Return the share of one matmul's rate that many in sequence reach: clocks fall where power is limited."""
     run = _three_matmuls(best.side, DTYPES[best.precision], device)
     calls = max(1, round(effort.steady_s / (3 * best.seconds)))
     run()
@@ -205,7 +206,7 @@ def sustained_share(best: MatmulSample, device: torch.device, effort: Effort) ->
 def attention_shares(
     rate: float, device: torch.device, effort: Effort, dtype: torch.dtype
 ) -> dict[int, dict[int, float]]:
-    """Measure causal attention, forward and backward, by size of a head and keys that a query is computed with, on average.
+    """Measure causal attention, forward and backward, by the size of a head and the mean number of keys a query.
 
     There are enough sequences to keep the device busy for longer than the host needs to launch the operators.
 

@@ -21,9 +21,9 @@ class FoldingOption:
     """The best layout for a number of residues and of GPUs.
 
     Attributes:
-        residues: tokens of a chain.
+        residues: numbers of tokens of a chain.
         gpus: ranks that share pairs.
-        plan: its layout, settings and memory; of the layout that needs least if none fits.
+        plan: its layout, settings and memory; if none fits, of the layout that needs the least memory.
         times: of a step; None if it does not fit.
     """
 
@@ -93,8 +93,8 @@ def plan_folding(
     Args:
         outline: the model, see :func:`meshfold.folding.find_outline`.
         machine: its GPUs and links.
-        residues: tokens of a chain.
-        gpus: that share a protein.
+        residues: numbers of tokens of a chain.
+        gpus: numbers of ranks that share a protein.
         sequences: of the MSA; None: the model's.
         batch: proteins of a step.
         precision: ``"bf16"``, ``"fp32"`` ...; in training masters are in float32.

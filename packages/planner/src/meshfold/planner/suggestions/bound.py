@@ -1,4 +1,4 @@
-"""Least seconds of a family, before its layout is traced: by the operators of a single rank and the least messages of its modes."""
+"""Lower bound on a family's seconds, before its layout is traced: from a single rank's operators and its modes' least messages."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from meshfold.planner.suggestions.stages import stage_blocks
 from meshfold.tensor_parallel import find_mode, matmul_cost
 
 _SURE = 0.92
-"""Share of a single rank's operators, and of all messages, that every layout has: others fuse, or share, a little more."""
+"""Share of a single rank's operators, and of all messages, that every layout has: some fuse, or share, a little more."""
 
 
 class Bound:
@@ -32,7 +32,7 @@ class Bound:
             for part in (serial.block, serial.rest)
         )
         self.tokens, self.shape = rows * seq_len, serial.shape
-        # A layout whose ranks share the vocabulary may keep logits that a single rank computes twice.
+        # A layout that splits the vocabulary may keep logits that a single rank computes twice.
         rate = clock.machine.efficiency.matmuls * clock.machine.flops[clock.precision]
         self.rest = min(rest, 6 * self.shape.head * self.tokens / rate)
         self.stream = serial.block.at(rows, lambda step: step.stream)  # bytes of the whole batch
@@ -63,14 +63,14 @@ class Bound:
                 work = [n * self.block for n in stage_blocks(shape, chunks * stages)]
                 work[-1] += self.rest
                 ranks = [sum(work[rank::stages]) for rank in range(stages)]
-                if chunks == 2:  # or stages in the shape of a V
+                if chunks == 2:  # or V-shaped stages
                     turned = [work[rank] + work[-1 - rank] for rank in range(stages)]
                     ranks = min(ranks, turned, key=max)
                 best = min(best, max(ranks))
         return best / (self.ranks / stages)
 
     def _rows(self, family: Family) -> float:
-        """Return the ranks that share the batch by rows or tokens."""
+        """Return the number of ranks that share the batch by rows or tokens."""
         spec = family.spec
         return family.data * (1 if spec.sequence is None else spec.sequence.size)
 
@@ -107,6 +107,6 @@ class Bound:
         plans, mesh = find_mode(tensor.mode_name).plans, Mesh(tensor.axes, rank=0)
         try:
             costs = [matmul_cost(plans[role], sizes, mesh, itemsize=self.width) for role in ("column", "row")]
-        except LayoutError:  # the engine will say so
+        except LayoutError:  # the engine reports it later
             return 0.0
         return 2 * sum(float(e.bytes) / self.clock.rate(spec, e.axes) for cost in costs for e in cost.entries)

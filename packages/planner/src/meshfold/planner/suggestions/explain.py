@@ -1,4 +1,4 @@
-"""The whole plan of one spec, to be compared with a suggestion."""
+"""The full plan of one spec, to compare with a suggestion."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def explained(
     rows, remainder = divmod(found.batch_size, family.data)
     if remainder:
         raise SpecError(
-            f"data={family.data} does not divide the batch of {found.batch_size} sequences: take another of the two"
+            f"data={family.data} does not divide the batch of {found.batch_size} sequences: change one of them"
         )
     profile = search.profiler.of(family.layout)
     tried: list[tuple[bool, float, int, Candidate, Outlook]] = []

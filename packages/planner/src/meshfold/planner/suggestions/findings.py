@@ -12,9 +12,9 @@ from meshfold.planner.suggestions.options import Option, Rejected, what_costs
 from meshfold.planner.suggestions.outlook import Outlook
 
 TOLERANCE = 0.01
-"""Seconds that are so near to the best are as good: then the simpler spec is first, and the search ends."""
+"""Share of the best seconds within which specs count as equal: the simpler one is first, and the search ends."""
 _LEAST_TENSOR = 0.92
-"""Share of its likely seconds that a tensor mode takes at least: a split head and MLP fuse a little more."""
+"""Least share of its likely seconds that a tensor mode takes: a split head and MLP fuse a little more."""
 
 
 @dataclass(kw_only=True)
@@ -26,7 +26,7 @@ class Findings:
         refused: what the engine refuses, and what cannot fit.
         nearest: the best outlook of each traced family that should fit.
         expected: the best outlook of each family's likely profile.
-        unopened: families that were not traced, with their seconds at least.
+        unopened: families that were not traced, with a lower bound on their seconds.
     """
 
     planned: list[Option] = field(default_factory=list)
@@ -34,7 +34,7 @@ class Findings:
     nearest: dict[str, tuple[Candidate, Outlook]] = field(default_factory=dict)
     expected: dict[str, tuple[Candidate, Outlook]] = field(default_factory=dict)
     unopened: list[tuple[float, Family]] = field(default_factory=list)
-    _took: dict[Any, float] = field(default_factory=dict)  # times as long as likely, by kind of split
+    _took: dict[Any, float] = field(default_factory=dict)  # ratio of traced to likely seconds, by kind of split
     _ratios: dict[Any, tuple[float, float]] = field(default_factory=dict)
 
     @property
@@ -71,7 +71,7 @@ class Findings:
         )
 
     def likely_seconds(self, family: Family) -> float:
-        """Return the expected seconds of a family: those of its likely profile, scaled by what similar traced layouts took."""
+        """Return the expected seconds of a family: those of its likely profile, scaled as similar traced layouts were."""
         _, outlook = self.expected[str(family.spec.to_dict())]
         ratio = 1.0
         for kind in kinds_of(family):
@@ -104,7 +104,7 @@ class Findings:
 
         Args:
             best: outlook of the first option.
-            waiting: families that are still in the queue, with their seconds at least.
+            waiting: families that are still in the queue, with a lower bound on their seconds.
         """
         shown = {str(one.candidate.family.spec.to_dict()) for one in self.planned}
         found = []

@@ -1,4 +1,4 @@
-"""Specs for the machine at hand: its devices by the preset of their kind, and the suggestion for them."""
+"""Suggestion for the machine at hand, whose devices are looked up among the presets."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _GIB = 2**30
 def local_machine(ranks: int | None = None, *, device: str | None = None) -> Machine:
     """Return the machine that this process runs on: a preset by the name of its GPU, else ranks that share a CPU.
 
-    Ranks on nodes that are alike get the same one.
+    Ranks on equal nodes get the same machine.
 
     Args:
         ranks: on this node; by default those that were started, else one for each GPU.
@@ -38,7 +38,7 @@ def local_machine(ranks: int | None = None, *, device: str | None = None) -> Mac
     found = torch.cuda.get_device_properties(0)
     kinds = {name.removesuffix("x8").upper(): one for name, one in MACHINES.items() if name.endswith("x8")}
     known = next((one for kind, one in kinds.items() if kind in found.name.upper()), MACHINES["a100x8"])
-    # A driver and NCCL take a part; whole GiB, so that ranks whose devices differ by a page choose alike.
+    # The driver and NCCL take a part. Whole GiB, so that ranks whose devices differ by a page get the same.
     memory = float(int(found.total_memory * 0.98) // _GIB * _GIB)
     return replace(known, devices=local, memory=memory, source=f"{known.name}, and the memory of {found.name}")
 
@@ -54,7 +54,7 @@ def suggest_here(
     optimizer: str = "adamw",
     **settings: Any,
 ) -> Suggestion:
-    """Return the best spec for the devices at hand: the same on all ranks, since it follows from the arguments and their kind.
+    """Return the best spec for the devices at hand. It depends on the arguments and the kind of device: all ranks get the same.
 
     Args:
         build: makes the model.

@@ -52,7 +52,7 @@ class Candidate:
     """One spec with the settings of the train step that belong to it.
 
     Attributes:
-        family: what it is of.
+        family: to which it belongs.
         spec: the whole spec.
         recompute: as for the engine.
         accumulate: micro-steps of an optimizer step.
@@ -71,7 +71,7 @@ class Candidate:
 
     @property
     def complexity(self) -> tuple[int, int, int]:
-        """Order among equally fast ones: fewer entries, no recomputation, fewer micro-steps."""
+        """Sort key among equally fast candidates: fewer entries, no recomputation, fewer micro-steps."""
         return (
             self.family.entries + (self.spec.zero is not None),
             (None, "auto", "blocks").index(self.recompute),
@@ -84,7 +84,7 @@ def families(
 ) -> list[Family]:
     """Return all families of a number of ranks, those with fewer entries first.
 
-    Families that cannot be faster are left out: grids of 2D, 2.5D and 3D other than the most even one of a size.
+    Families that cannot be fastest are left out: of the 2D, 2.5D and 3D grids of a size, all but the most even one.
 
     Args:
         ranks: world size.
@@ -92,7 +92,7 @@ def families(
         seq_len: tokens of a sequence.
         blocks: of the model; a stage has one at least.
         heads: of attention, if known; the engine checks the divisibility of everything else.
-        experts: of a layer; 0 of a model without.
+        experts: of a layer; 0 for a model without.
     """
     found: dict[str, Family] = {}
     for tensor, megatron in _tensors(ranks, heads):
@@ -179,7 +179,7 @@ def _experts(experts: int, ranks: int) -> list[int]:
 def candidates(family: Family, batch_size: int, *, blocks: int) -> Iterator[Candidate]:
     """Yield every candidate of a family.
 
-    Left out is what cannot be faster: micro-steps with a pipeline, whose micro-batches do the same.
+    Micro-steps with a pipeline are left out: its micro-batches do the same.
 
     Args:
         family: with a data axis that divides the batch.

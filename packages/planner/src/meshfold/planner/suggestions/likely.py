@@ -1,7 +1,7 @@
-"""Profiles of layouts before they are traced: a single rank's, shared evenly, with the least messages of the layout's modes.
+"""Likely profiles of layouts that are not traced yet: a single rank's, shared evenly, with the least messages of the modes.
 
-A layout that replicates something, or pads, computes, keeps and sends more: its candidates are slower than those of this profile.
-Only layouts that can win with it are traced.
+A layout that replicates or pads something computes, keeps and sends more: its candidates are slower than those of this profile.
+Only layouts that could win with this profile are traced.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class Likely:
         found: _Sent = {}
         try:
             costs = [matmul_cost(plans[role], sizes, mesh, itemsize=self._width) for role in ("column", "row")]
-        except LayoutError:  # the engine will say so
+        except LayoutError:  # the engine reports it later
             return {}
         for cost in costs:
             for entry in cost.entries:
@@ -114,7 +114,7 @@ class Likely:
         return found
 
     def _of_sequence(self, spec: ParallelSpec, stream: float) -> _Sent:
-        """Return those over sequence axes: of queries and outputs, or of keys and values in a ring."""
+        """Return a block's messages over sequence axes: of queries and outputs, or of keys and values in a ring."""
         sequence = spec.sequence
         if sequence is None or sequence.mode == "megatron":
             return {}

@@ -1,4 +1,4 @@
-"""Common traits of families and candidates: results of one are expected of others with the same traits."""
+"""Traits by which the results of one family or candidate are expected of others."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from meshfold.planner.suggestions.layouts import Candidate, Family
 
 
 def kinds_of(family: Family) -> list[tuple[str, ...]]:
-    """Return the kinds of split whose layouts are slower than likely by about the same."""
+    """Return the kinds of split for which traced and likely seconds have about the same ratio."""
     spec, found = family.spec, list[tuple[str, ...]]()
     if spec.tensor is not None:
         extra = "megatron" if spec.sequence is not None and spec.sequence.mode == "megatron" else ""
@@ -21,7 +21,7 @@ def kinds_of(family: Family) -> list[tuple[str, ...]]:
 
 
 def likeness(candidate: Candidate) -> Any:
-    """Return the traits shared by candidates whose plans differ from their outlooks in the same way."""
+    """Return the traits shared by candidates whose plans and outlooks have about the same ratio."""
     zero = candidate.spec.zero
     return (
         str(candidate.family.layout.to_dict()),
@@ -32,5 +32,5 @@ def likeness(candidate: Candidate) -> Any:
 
 
 def group_of(candidate: Candidate) -> Any:
-    """Return what distinguishes the options shown: their ranks, and if they have ``zero``."""
+    """Return the traits by which shown options differ: their ranks, and whether they have ``zero``."""
     return str(candidate.family.spec.to_dict()), candidate.spec.zero is not None

@@ -1,4 +1,4 @@
-"""Results of a search: planned options, what was left out and why."""
+"""Results of a search: planned options, and specs that were left out, with reasons."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from meshfold.planner.suggestions.outlook import Outlook
 
 @dataclass(frozen=True, kw_only=True)
 class Option:
-    """A candidate with a whole plan.
+    """A candidate with a full plan.
 
     Attributes:
         candidate: the spec and its settings.
         found: its plan.
-        speed: of the plan, by the one clock.
-        outlook: what was expected before.
+        speed: of the plan, as for any spec.
+        outlook: expected before the plan was made.
         misfit: why it does not fit; empty if it does.
     """
 
@@ -48,10 +48,10 @@ class Rejected:
 
     Attributes:
         family: the ranks.
-        seconds: a step takes about so long at best, or at least so long if ``outlook`` is None.
-        candidate: its best one; None if it was not looked at.
-        outlook: of this one.
-        why: what costs, or the engine's refusal.
+        seconds: about the seconds of its best step; a lower bound if ``outlook`` is None.
+        candidate: its best one; None if none was looked at.
+        outlook: of this candidate.
+        why: what takes longer, or the engine's refusal.
     """
 
     family: Family
@@ -77,7 +77,7 @@ class Suggestion:
         considered: specs that were compared.
         traces: micro-steps that were traced.
         plans: whole plans that were made.
-        seconds: that it took.
+        seconds: duration of the search.
     """
 
     options: tuple[Option, ...]
@@ -109,7 +109,7 @@ def plan_of(
     precision: str,
     **settings: Any,
 ) -> Estimate:
-    """Return the whole plan of a candidate."""
+    """Return the full plan of a candidate."""
     return estimate(
         build,
         candidate.spec,

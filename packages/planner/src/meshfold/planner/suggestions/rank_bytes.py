@@ -1,4 +1,4 @@
-"""Bytes that the fullest rank of a candidate holds, by the formulas of a whole plan."""
+"""Bytes that the fullest rank of a candidate holds, by the formulas of a full plan."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class RankBytes:
         counts: blocks of each stage.
         of_ranks: blocks of each rank of the pipeline.
         outer: axes over which gradients are summed.
-        ranks: along them.
+        ranks: number of ranks along ``outer``.
         regime: bytes that an element takes under ``zero``.
         repeated: share of blocks that compute their activations again.
         kept: bytes that a block keeps for its backward.
@@ -66,7 +66,7 @@ class RankBytes:
         for stage, count in enumerate(self.counts):
             self.of_ranks[rank_of(stage, self.stages, self.pipeline)] += count
         self._last = rank_of(len(self.counts) - 1, self.stages, self.pipeline)
-        # The first rank, that of the last stage, or that with most blocks is the fullest.
+        # The fullest rank is the first one, that of the last stage, or the one with most blocks.
         self._looked_at = {0, self._last, self.of_ranks.index(max(self.of_ranks))}
         self.axes = spec.axes
         self.outer = outer_axes(self.axes)
@@ -97,7 +97,7 @@ class RankBytes:
         return Memory(**scaled, activations=0)
 
     def total(self, live: Sequence[float] | None = None) -> tuple[float, float]:
-        """Return the bytes on the fullest device with all state on it, and those of them that can move to its host.
+        """Return the bytes on the fullest device with all state on it, and how many of them can move to its host.
 
         Args:
             live: pairs of stage and micro-batch that each rank of the pipeline holds at most; None: by the kind of schedule.
@@ -106,7 +106,7 @@ class RankBytes:
             held = self.held()
             early = held.gradients * (
                 self.micro > 1 or self.stages > 1
-            )  # the first micro-step's are there when the next begins
+            )  # gradients of the first micro-step are there when the next begins
             alive = (self._alive(rank, live, self.repeated) for rank in self._looked_at)
             most = max(max(early + max(inside, outside), held.gradients + inside / 2) for inside, outside in alive)
             return held.total - held.gradients + most + self.workspace, 0.0
@@ -133,7 +133,7 @@ class RankBytes:
         return (1 - repeated) * self.kept + repeated * self.stream
 
     def _alive(self, rank: int, live: Sequence[float] | None, repeated: float) -> tuple[float, float]:
-        """Return all bytes that are alive at most while a block computes, and while what is around blocks does."""
+        """Return the most bytes alive while a block computes, and while the rest of the model does."""
         count, of_block = self.of_ranks[rank], self._of_block(repeated)
         inside, outside = self.alive.inside, self.alive.outside
         others = (self._at_once(rank, live) - 1) * (count * of_block + self.alive.rest * (rank == self._last))
@@ -145,7 +145,7 @@ class RankBytes:
         )
 
     def _with_zero(self, rank: int, live: Sequence[float] | None, repeated: float | None = None) -> tuple[float, float]:
-        """Return a rank's bytes under ``zero``, and those of them that can move to the host."""
+        """Return a rank's bytes under ``zero``, and how many of them can move to the host."""
         assert self.zero is not None
         repeated = self.repeated if repeated is None else repeated
         regime, stage = self.regime, self.zero.stage
@@ -157,7 +157,7 @@ class RankBytes:
         state = regime.state * shard
         whole = (self.stages > 1 and spread) or (stage == 1 and self.micro > 1)
         gradients = regime.gradient * (elements if whole else shard)
-        early = self.micro > 1 or self.stages > 1  # a first micro-step's are there when the next begins
+        early = self.micro > 1 or self.stages > 1  # gradients of a first micro-step are there when the next begins
         late = early or self.clips
         inside, outside = self._alive(rank, live, repeated)
         gathered = regime.parameter * (stage == 3) * spread

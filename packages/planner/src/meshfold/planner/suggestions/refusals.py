@@ -10,7 +10,7 @@ from meshfold.planner.suggestions.options import Option, Rejected
 
 
 def untraceable(error: Exception) -> str:
-    """Say that the engine refuses the model on a single rank."""
+    """Return the sentence for a model that the engine refuses on a single rank."""
     return (
         f"the model cannot be traced on meta tensors, so nothing can be suggested for it: {sentence(error)}. It must be a "
         "causal language model whose forward takes token ids and labels and returns a loss; write parallel=dict(...) for "
@@ -19,7 +19,7 @@ def untraceable(error: Exception) -> str:
 
 
 def undivided(batch_size: int, seq_len: int, ranks: int) -> str:
-    """Say that no spec divides the batch."""
+    """Return the sentence for a batch that no spec divides."""
     near = max(1, batch_size // ranks) * ranks
     return (
         f"no spec divides a batch of {batch_size} sequences of {seq_len} tokens over {ranks} ranks: take a "
@@ -28,14 +28,14 @@ def undivided(batch_size: int, seq_len: int, ranks: int) -> str:
 
 
 def too_large(machine: Machine) -> str:
-    """Say that none of a family's candidates fits."""
+    """Return the sentence for a family of which no candidate fits."""
     return f"no setting of it fits in {format_bytes(round(machine.memory))}"
 
 
 def unfitting(
     machine: Machine, ranks: int, planned: Sequence[Option], refused: Sequence[Rejected], least: float
 ) -> str:
-    """Say that no candidate can be used.
+    """Return the sentence for a search in which no candidate can be used.
 
     Args:
         machine: to train on.

@@ -1,8 +1,8 @@
-"""Best-first search: families by a bound, their candidates by outlook, the most promising by a whole plan.
+"""Best-first search: families are ranked by a bound, their candidates by outlook, and the most promising get a full plan.
 
 A node of the queue is a family with a bound on its seconds, then with the best outlook of its likely profile, then a candidate with
 its outlook, then one whose schedule was simulated. The first node decides what happens next, so that only layouts that can win are
-traced, and only candidates that can win are planned. Traced layouts correct the likely profiles of those that are alike. The search
+traced, and only candidates that can win are planned. Traced layouts correct the likely profiles of similar ones. The search
 ends when no node is faster than the best plan by more than :data:`.findings.TOLERANCE`, or after ``plans`` plans.
 """
 
@@ -31,7 +31,7 @@ from meshfold.planner.suggestions.refusals import sentence, too_large, undivided
 
 _FAMILY, _LIKELY, _CANDIDATE, _SIMULATED = range(4)
 _KEPT_PER_FAMILY = 24
-_FAR = 1.1  # times as slow as the best: not worth a whole plan
+_FAR = 1.1  # ratio to the best seconds above which a candidate gets no full plan
 _TELLING = ("1f1b", "zb-h2", "zb-v")  # schedules with the least idle time, and the least memory
 
 
@@ -69,7 +69,7 @@ def suggest(
         clip: clip gradients by their norm.
         accumulate: micro-steps of an optimizer step; None: as many as are fastest.
         options: number of options to plan, of different families or ``zero`` stages.
-        plans: most whole plans to make.
+        plans: most full plans to make.
         name: of the model, for messages.
 
     Raises:
@@ -91,7 +91,7 @@ def suggest(
 
 @dataclass(kw_only=True)
 class Search:
-    """One search; the fields are the arguments of :func:`suggest`, and what was found so far."""
+    """One search: the arguments of :func:`suggest`, and the findings so far."""
 
     build: Callable[[], nn.Module]
     machine: Machine
@@ -135,7 +135,7 @@ class Search:
         )
 
     def run(self) -> Suggestion:
-        """Return what was found."""
+        """Search, and return the result."""
         begin = time.perf_counter()
         shape = self.profiler.shape
         every = families(
@@ -159,7 +159,7 @@ class Search:
                 elif kind == _FAMILY and not self.profiler.knows(node.layout):
                     self._look_at(node, seconds)
                 elif kind == _LIKELY and (price := self.found.likely_seconds(node)) > seconds * 1.001:
-                    self._push(price, (node.entries,), _LIKELY, node)  # a traced layout that is alike was slower
+                    self._push(price, (node.entries,), _LIKELY, node)  # a similar traced layout was slower
                 else:
                     self._open(node)
             elif not self._reprice(seconds, kind, node):
@@ -186,7 +186,7 @@ class Search:
         )
 
     def _bound(self) -> Bound:
-        """Return the bound by the layout of a single rank; if the engine refuses the model, there is nothing to suggest."""
+        """Return the bound from the layout of a single rank."""
         try:
             profile = self.profiler.of(ParallelSpec.parse({}, 1))
         except Exception as error:
@@ -199,7 +199,7 @@ class Search:
         heapq.heappush(self.queue, (seconds, (simplicity, next(self.turn)), 0, kind, node))
 
     def _is_done(self) -> bool:
-        """Return True if nothing in the queue can be better than what is planned by more than the tolerance."""
+        """Return True if nothing in the queue can beat the planned options by more than the tolerance."""
         fitting = [one.speed.seconds for one in self.found.fitting]
         if not fitting:
             return len(self.found.planned) >= 3 * self.most
@@ -209,7 +209,7 @@ class Search:
         return following >= (1 - TOLERANCE) * best and len(fitting) >= self.options
 
     def _look_at(self, family: Family, bound: float) -> None:
-        """Put a family back with the best outlook of its likely profile; without one that fits, leave it out."""
+        """Put a family back into the queue with the best outlook of its likely profile; drop it if none fits."""
         made = self._fitting(family, self.likely.of(family), schedules=_TELLING)
         if not made:
             self.found.refuse(family, too_large(self.machine))
@@ -220,7 +220,7 @@ class Search:
     def _fitting(
         self, family: Family, profile: Profile, *, schedules: tuple[str, ...] = ()
     ) -> list[tuple[float, Any, Candidate, Outlook]]:
-        """Return a family's candidates that may fit, fastest first; of a pipeline with ``schedules`` those with them."""
+        """Return a family's candidates that may fit, fastest first; ``schedules``: of a pipeline, only those."""
         made = []
         for candidate in candidates(family, self.batch_size, blocks=profile.shape.blocks):
             if self.accumulate not in (None, candidate.accumulate):
@@ -262,7 +262,7 @@ class Search:
         return movable and over * local < self.machine.host.memory
 
     def _reprice(self, seconds: float, kind: int, node: tuple[Candidate, Outlook, Profile]) -> bool:
-        """Put a candidate back whose price has changed, or leave it out if it no longer fits."""
+        """Put a candidate whose expected seconds have changed back into the queue, or drop it if it no longer fits."""
         candidate, outlook, _ = node
         ratio, bytes_ratio = self.found.ratio(candidate)
         if not self.can_fit(candidate, outlook, bytes_ratio):
@@ -301,7 +301,7 @@ class Search:
         self.found.note_planned(option_of(candidate, found, outlook, self.machine, self.precision))
 
     def estimate(self, candidate: Candidate) -> Estimate:
-        """Return the whole plan of a candidate."""
+        """Return the full plan of a candidate."""
         return plan_of(
             candidate,
             self.build,

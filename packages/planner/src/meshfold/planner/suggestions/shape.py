@@ -16,14 +16,14 @@ class Shape:
     """Sizes of a model.
 
     Attributes:
-        blocks: repeated ones; 1 if they differ, and the model is taken as one block.
+        blocks: number of repeated blocks; 1 if they differ, and the model is taken as one block.
         path: of the list that has them; None if they differ.
         heads: of attention; None if its config does not say.
-        key_values: heads of keys and values by heads of queries.
+        key_values: ratio of key and value heads to query heads.
         experts: of a layer; 0 without.
         parameters: of the whole model.
-        embedded: those of embeddings, which are in a pipeline's first stage.
-        head: elements of matrices outside blocks and embeddings, which its last stage multiplies with.
+        embedded: parameters of embeddings, which are in a pipeline's first stage.
+        head: elements of matrices outside blocks and embeddings, which are in a pipeline's last stage.
         block: elements of a block's matrices.
     """
 
@@ -71,7 +71,7 @@ def _is_tied(model: nn.Module) -> bool:
 
 
 def _named(model: nn.Module, *names: str) -> int | None:
-    """Return the first number of these names in a model's config."""
+    """Return the first of these entries of a model's config that is a number."""
     config = getattr(model, "config", None)
     found = [getattr(config, name, None) for name in names]
     return next((number for number in found if isinstance(number, int)), None)

@@ -1,4 +1,4 @@
-"""Stages of a pipeline by arithmetic: their blocks, their ranks, and what a schedule waits and holds."""
+"""Arithmetic of a pipeline's stages: their blocks and ranks, and a schedule's idle time and micro-batches in flight."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def stage_blocks(shape: Shape, stages: int) -> tuple[int, ...]:
 
 
 def rank_of(stage: int, ranks: int, pipeline: PipelineSpec | None) -> int:
-    """Return the rank of a stage: V-shaped schedules turn around, others begin again."""
+    """Return the rank of a stage: after the last rank, V-shaped schedules turn around and others start again at the first."""
     turn, place = divmod(stage, ranks)
     shaped = pipeline is not None and pipeline.schedule in ("zb-v", "dualpipe-v", "hanayo")
     return ranks - 1 - place if shaped and turn % 2 else place

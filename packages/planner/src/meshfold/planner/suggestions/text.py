@@ -99,7 +99,7 @@ def family_words(family: Family) -> str:
 
 
 def breakdown(option: Option, best: Option | None = None) -> str:
-    """Return what a step spends its seconds on, next to the best spec's if that is another one."""
+    """Return how a step spends its seconds, next to the best spec's step unless it is the same."""
     mine = option.outlook.costs()
     theirs = {} if best is None or best is option else best.outlook.costs()
     rows: list[tuple[str, ...]] = [("seconds of a step", "this spec", *(["the best"] if theirs else []))]
@@ -179,7 +179,7 @@ def draw_suggestion(found: Suggestion, path: str | Path) -> None:
 
 
 def pareto_front(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return the points that no other beats in both numbers, by the first.
+    """Return the points that no other point beats in both numbers, sorted by the first.
 
     >>> pareto_front([(1.0, 5.0), (2.0, 6.0), (3.0, 1.0)])
     [(1.0, 5.0), (3.0, 1.0)]
