@@ -60,7 +60,7 @@ class SharedPrompts:
         self.tokens = self.unshared_tokens = 0
 
     def refuse(self, why: str) -> None:
-        """Share nothing, for a reason that is the trainer's.
+        """Turn sharing off, for a reason that the trainer gives.
 
         Raises:
             SpecError: if sharing was asked for with True.

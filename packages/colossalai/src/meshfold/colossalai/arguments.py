@@ -125,7 +125,7 @@ def bind(where: str, table: Table, args: Sequence[Any], given: Mapping[str, Any]
 
 
 def one_of(known: Mapping[Any, Any]) -> Callable[[Any], Any]:
-    """Setting from a table of values."""
+    """Return a setting from a table of values."""
 
     def by(value: Any) -> Any:
         name = getattr(value, "name", value)  # Colossal-AI passes enums

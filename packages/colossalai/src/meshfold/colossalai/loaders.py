@@ -191,7 +191,7 @@ class PreparedLoader(ShardedLoader, DataLoader[Any]):  # type: ignore[misc]  # t
 def shared_loader(
     dataset: Any, batch_size: int, *, index: int, blocks: int, name: str = "train", **options: Any
 ) -> ShardedLoader:
-    """Global batches with ``batch_size`` rows for each data coordinate.
+    """Return a loader of global batches with ``batch_size`` rows for each data coordinate.
 
     Args:
         dataset: map-style: it has a length, and an example for each index.

@@ -81,7 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def machine() -> dict[str, Any]:
-    """Python, system and cores."""
+    """Return the versions of Python and the system, and the number of cores."""
     import os
 
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()

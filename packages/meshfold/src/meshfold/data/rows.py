@@ -51,7 +51,7 @@ class Batches:
         self._order = lru_cache(maxsize=2)(self._order_of)
 
     def batch(self, step: int) -> Tensor:
-        """Global batch number ``step``: ``b s`` int64."""
+        """Return global batch number ``step``: ``b s`` int64."""
         rows = []
         for position in range(step * self.batch_size, (step + 1) * self.batch_size):
             epoch, place = divmod(position, self.windows)

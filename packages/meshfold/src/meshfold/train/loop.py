@@ -305,7 +305,7 @@ def evaluate(engine: Engine, inputs: Inputs, settings: TrainSettings) -> float |
 
 
 def sample(engine: Engine, tokenizer: Tokenizer, settings: TrainSettings) -> str:
-    """Text from the model; all ranks must call."""
+    """Return text from the model; all ranks must call."""
     from meshfold.models import generate
 
     ids = [int(token) for token in tokenizer.encode(settings.prompt or "")] or [tokenizer.end]

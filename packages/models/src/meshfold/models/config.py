@@ -118,7 +118,7 @@ class DecoderConfig:
         raise NotImplementedError
 
     def flops_per_token(self, sequence_length: int) -> int:
-        """Floating point operations of forward and backward for one token of a sequence that long, in tokens.
+        """Return the floating-point operations of forward and backward for one token of a sequence of this length.
 
         6 for each parameter of a matmul and 12 · layers · heads · head_dim · length for attention, without subtracting what a
         causal mask skips. "Model FLOPs utilisation" uses this count (Chowdhery et al., arXiv 2204.02311, appendix B). A window

@@ -205,7 +205,7 @@ class _Rows:
 
 @contextmanager
 def keeping_keys(model: Any, tokens: int) -> Iterator[Callable[[Tensor], Any]]:
-    """Inside, a model's attention keeps keys and values; all ranks that run the model must come.
+    """Context manager: inside, a model's attention keeps keys and values. All ranks that run the model must enter.
 
     Args:
         model: a module, or a pipeline of its stages.

@@ -132,7 +132,7 @@ class TilePairs:
                 yield tile, (parts[0][i], parts[1][i], parts[2][i])
 
     def _pairs(self, alike: Sequence[Tile]) -> tuple[Kernel, Pairs]:
-        """Batch of tiles of one shape, with the kernel that computes them."""
+        """Return the kernel for tiles of one shape, and these tiles as a batch."""
         kept = None if self.dropout_factors is None else _factors(self.dropout_factors, alike)
         columns = _columns(self.k, alike), _columns(self.v, alike)
         pairs = Pairs(_rows(self.q, alike), *columns, alike[0].shape != "full", self.scale, kept)

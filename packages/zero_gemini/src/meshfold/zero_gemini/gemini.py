@@ -282,7 +282,7 @@ class Gemini(ChunkedModel):
         return ""
 
     def begin_capture(self) -> None:
-        """Before the forward of a captured step: finish pending steps, and release all chunks that are not resident."""
+        """Finish pending steps, and release all chunks that are not resident, before the forward of a captured step."""
         self.flush()
         self._runtime.rest()
 

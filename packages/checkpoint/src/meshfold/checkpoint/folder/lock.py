@@ -28,7 +28,7 @@ _held: set[int] = set()
 
 @contextmanager
 def hold_lock(lock: Path, *, doing: str, folder: Path | None = None) -> Iterator[None]:
-    """Hold a lock file for as long as the block runs; it is removed at the end.
+    """Context manager: hold a lock file, which is removed at the end.
 
     The lock is advisory (``flock``). A file system without locks lets every process in.
 

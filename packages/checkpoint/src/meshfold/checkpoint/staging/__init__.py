@@ -47,7 +47,7 @@ class CopyQueue(Protocol):
         """Return True if this queue copies a tensor."""
 
     def begin(self) -> None:
-        """Called by training: copies come after the work queued so far."""
+        """Let copies begin after the work queued so far. Training calls this."""
 
     def queue(self, pairs: Sequence[CopyPair]) -> Callable[[], None]:
         """Queue copies; return what lets the host wait for them."""
@@ -56,7 +56,7 @@ class CopyQueue(Protocol):
         """Make the host wait for the work queued before ``begin``."""
 
     def hold(self) -> None:
-        """Called by training: work queued from now on comes after the queued copies."""
+        """Let work queued from now on begin after the queued copies. Training calls this."""
 
 
 class HostCopyQueue:
@@ -123,7 +123,7 @@ class BackgroundCopies:
     """The copies of one save."""
 
     def __init__(self, lane: CopyQueue) -> None:
-        """Called by training: the copies see the work queued so far."""
+        """Let copies begin after the work queued so far. Training makes this object."""
         self._lane = lane
         self._queued = threading.Event()  # set when every copy is queued and the host's own copies are done
         self._is_held = False

@@ -94,7 +94,7 @@ class ShardedLoader:
             raise SpecError(f"dataloader(..., {options}): {error}") from error
 
     def __len__(self) -> int:
-        """Global batches an epoch."""
+        """Return the number of global batches in an epoch."""
         return self._rows // self.batch_size if self.drop_last else -(-self._rows // self.batch_size)
 
     def __iter__(self) -> Iterator[Any]:
@@ -135,7 +135,7 @@ class ShardedLoader:
         self._current, self._loaded = None, True
 
     def position(self, state: Mapping[str, int]) -> tuple[int, int, int]:
-        """Seed, epoch and batches served, of a saved position; raises what :meth:`load_state_dict` does, and changes nothing."""
+        """Return seed, epoch and batches served of a saved position; raise what :meth:`load_state_dict` does, change nothing."""
         epoch, served = int(state["epoch"]), int(state["served"])
         own = {**self._order(), "seed": int(state.get("seed", self.seed))}
         was = {name: int(state.get(name, value)) for name, value in own.items()}

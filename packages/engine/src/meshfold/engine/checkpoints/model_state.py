@@ -57,7 +57,7 @@ class ModelState:
         return {name: self._states.source(tensor) for name, tensor in self.unique().items()}
 
     def noted_sources_and_ties(self) -> tuple[Sources, dict[str, str]]:
-        """:meth:`sources` with their present values, for a background save; and :meth:`ties`. All ranks must call."""
+        """Return :meth:`sources` with their present values, for a background save, and :meth:`ties`. All ranks must call."""
         first, ties = _names_and_ties(self.tensors())
         return self._states.noted_sources(first), ties
 
@@ -184,7 +184,7 @@ class ModelState:
         return self._states.optimizer_sources()
 
     def noted_optimizer_sources(self) -> Sources:
-        """:meth:`optimizer_sources` with their present values, for a background save. All ranks must call."""
+        """Return :meth:`optimizer_sources` with their present values, for a background save. All ranks must call."""
         return self._states.noted_optimizer_sources()
 
     def optimizer_description(self) -> dict[str, Any]:

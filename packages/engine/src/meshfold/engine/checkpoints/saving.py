@@ -149,7 +149,7 @@ class Saver:
             self._buffers.clear()
 
     def abandon(self) -> None:
-        """:meth:`finish` for this rank only, if others may not call: an error is reported at the end of the process."""
+        """Finish for this rank only, if others may not call :meth:`finish`: an error is reported at the end of the process."""
         save, self._under_way = self._under_way, None
         if save is not None:
             save.join()
@@ -228,7 +228,7 @@ def _complete(
     *,
     ranks: int,
 ) -> None:
-    """On rank 0, wait for the files of all ranks and complete the checkpoint."""
+    """Wait for the files of all ranks and complete the checkpoint, on rank 0."""
     wanted = [(rank, writing / shard_file_name(name, rank, ranks)) for name in files for rank in range(ranks)]
     size, since, pause = -1, time.monotonic(), 0.005
     while missing := [(rank, path) for rank, path in wanted if not path.exists()]:

@@ -172,7 +172,7 @@ class Finding:
 
     @classmethod
     def of_loss(cls, micro_step: int, rank: int) -> Finding:
-        """True if every module was finite."""
+        """Return True if every module was finite."""
         return cls(phase="loss", micro_step=micro_step, rank=rank)
 
     def key(self) -> tuple[int, int, int, int, int]:

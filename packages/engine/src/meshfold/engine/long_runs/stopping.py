@@ -140,7 +140,7 @@ class SecondRequest:
         os.close(self._reader)
 
     def _leave_to_parent(self) -> None:
-        """In a forked child, stop handling the parent's signals."""
+        """Stop handling signals in a forked child; its parent handles them."""
         if self._before == -1:
             signal.set_wakeup_fd(-1)
         os.close(self._writer)

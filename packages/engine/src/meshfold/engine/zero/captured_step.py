@@ -205,7 +205,7 @@ class CapturedZeroSteps:
         return True
 
     def _recover(self, hooks: object) -> None:
-        """After an error while a micro-step was captured: forget it.
+        """Forget a micro-step whose capture raised an error.
 
         Args:
             hooks: on saved tensors, before the micro-step.

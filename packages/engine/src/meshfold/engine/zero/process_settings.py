@@ -34,7 +34,7 @@ class ProcessSetting(Generic[T]):
         self._ours: T | None = None
 
     def hold(self, value: T) -> Held:
-        """Ask for a value until the result is closed or garbage collected."""
+        """Request a value until the result is closed or garbage collected."""
         with self._lock:
             if not self._wanted:
                 self._before = self._ours = self._read()

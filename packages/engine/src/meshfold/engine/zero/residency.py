@@ -144,7 +144,7 @@ class Residency:
             self._to(Phase.OFF)
 
     def begin(self) -> None:
-        """Before a forward whose backward will follow."""
+        """Prepare for a forward whose backward will follow."""
         self._watcher.stop()
         if not self._begun:
             self._begun = time.perf_counter()
@@ -158,7 +158,7 @@ class Residency:
             self._watcher.time()
 
     def turn(self) -> None:
-        """Between a forward and its backward."""
+        """Mark the end of a forward, before its backward."""
         self._watcher.turn()
 
     def _to(self, phase: Phase) -> None:
@@ -404,7 +404,7 @@ class Residency:
         return self._world.device.type == "cuda" and self._spec.placement == "auto"
 
     def _make_do(self, error: MemoryPlanError) -> None:
-        """If no plan fits, move all chunks off the device: plans keep a reserve, so the step may still fit."""
+        """Move all chunks off the device, since no plan fits: plans keep a reserve, so the step may still fit."""
         if not self._can_make_do:
             raise error
         self._to(Phase.OFF)

@@ -79,7 +79,7 @@ class Watcher:
         self._phases = PhaseClock(gemini.memory.waiting, clock)
 
     def begin(self) -> None:
-        """Before a forward: watch, if nothing of this optimizer step was watched yet."""
+        """Watch the next forward, if nothing of this optimizer step was watched yet."""
         self.stop()
         if self._traced:
             return
@@ -98,14 +98,14 @@ class Watcher:
         self._tracer = self._watch.enter_context(tracer)
 
     def time(self) -> None:
-        """Before a forward: take its time and its backward's, if it is the first of this optimizer step."""
+        """Time the next forward and its backward, if it is the first of this optimizer step."""
         self.stop()
         if not self._traced:
             self._traced = True
             self._phases.begin()
 
     def turn(self) -> None:
-        """Between a forward and its backward."""
+        """Mark the end of a forward, before its backward."""
         self._phases.turn()
 
     @property
@@ -131,7 +131,7 @@ class Watcher:
         self._watch.close()
 
     def step_over(self) -> None:
-        """After an optimizer step."""
+        """Mark the end of an optimizer step."""
         self._traced = False
         self.timings = self._gemini.take_step_timings()
         if (took := self._phases.take()) is not None:

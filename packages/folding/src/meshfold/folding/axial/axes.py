@@ -49,7 +49,7 @@ class Axes:
         return self  # a copy of a model lies on the same mesh
 
     def __post_init__(self) -> None:
-        """Ask the mesh now for what every forward asks: torch.compile breaks its graph where the mesh counts anew."""
+        """Query the mesh once for what every forward needs: torch.compile breaks its graph where the mesh is queried."""
         for names in (self.rows, self.columns, self.all):
             self.mesh.size(*names)
 

@@ -193,7 +193,7 @@ def _index_add(call: Call) -> list[Dims]:
 
 
 def _loss(call: Call) -> list[Dims]:
-    """Loss of split tokens by labels with the same split: the caller weights each rank's mean by its labels."""
+    """Return the dims of a loss of split tokens, whose labels have the same split: the caller weights each rank's mean."""
     dims, target = call.dims("self"), call.dims("target")
     classes = 1 if len(dims) > 1 else 0
     require_whole(dims, (classes,), "looks up classes in a shard of")

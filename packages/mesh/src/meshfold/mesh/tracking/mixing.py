@@ -65,7 +65,7 @@ def _matrix(call: Call) -> list[Dims]:
 
 
 def _normed(call: Call) -> list[Dims]:
-    """Norm over the last dims: the result has the input's layout, the statistics have one number per row."""
+    """Return the dims of a norm over the last dims: the input's layout, and statistics with one number per row."""
     dims = call.first
     count = len(call.given["normalized_shape"])
     require_whole(dims, tuple(range(len(dims) - count, len(dims))), "normalises over")
@@ -170,7 +170,7 @@ def _matmul(call: Call) -> list[Dims]:
 
 
 def _attention(call: Call) -> list[Dims]:
-    """Attention on ``b heads s d``; the layouts of log-sum-exp and other outputs follow from their shapes."""
+    """Return the dims of attention on ``b heads s d``; those of log-sum-exp and other outputs follow from their shapes."""
     q, k, v = (call.dims(name) for name in ("query", "key", "value"))
     require_whole_attention(q, k, v)
     # Grouped-query attention: fewer heads of keys and values.

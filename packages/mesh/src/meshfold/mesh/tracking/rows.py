@@ -117,7 +117,7 @@ class Rows:
         self.put(made, ((Factor(size, split),), *whole_dims(made.shape[1:])))
 
     def unflattened(self, made: Tensor, of: Tensor) -> None:
-        """Inverse of :meth:`flattened`."""
+        """Undo :meth:`flattened`."""
         dims, shape = self.dims(of), tuple(made.shape)
         if not self.follows or made.dim() == of.dim():
             return self.keep(made, of)

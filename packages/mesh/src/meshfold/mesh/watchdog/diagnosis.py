@@ -84,7 +84,7 @@ class RankStatus:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> RankStatus:
-        """Inverse of :meth:`to_json`."""
+        """Read the result of :meth:`to_json`."""
         words: dict[str, Any] = json.loads(text)
         if words["waiting"] is not None:
             words["waiting"]["ranks"] = tuple(words["waiting"]["ranks"])

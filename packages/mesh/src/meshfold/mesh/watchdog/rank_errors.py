@@ -132,7 +132,7 @@ class Failure:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Failure:
-        """Inverse of :meth:`to_json`."""
+        """Read the result of :meth:`to_json`."""
         words: dict[str, Any] = json.loads(text)
         return cls(**{**words, "location": ErrorLocation.from_json(words["location"])})
 

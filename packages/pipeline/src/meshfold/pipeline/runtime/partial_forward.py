@@ -200,7 +200,7 @@ class PartialForward:
     def watch(
         self, call: Callable[[], Any], weights: Sequence[Tensor], *, stop: int, keep: Around | None = None
     ) -> tuple[ObservedForward, Any]:
-        """:meth:`look` up to a block, or further; also return the observations behind the plan.
+        """Run :meth:`look` up to a block, or further; also return the observations behind the plan.
 
         Args:
             call: calls the model on a batch.

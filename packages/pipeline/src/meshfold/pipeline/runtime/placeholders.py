@@ -86,7 +86,7 @@ class TensorPlaceholder:
         self.tracked_layout = tracked_layout(tensor)
 
     def make(self, tracked: bool) -> Tensor:
-        """NaN, so that mistakes show; if it is only inspected, zeros that require a gradient."""
+        """Return NaN, so that mistakes show; if it is only inspected, zeros that require a gradient."""
         if tracked and self.dtype.is_floating_point:
             made = torch.zeros(self.shape, dtype=self.dtype, device=self.device, requires_grad=True).clone()
         else:
@@ -196,7 +196,7 @@ def agree_on_dtypes(parameters: Sequence[tuple[nn.Module, str]], group: Group, d
 
 
 def set_absent_dtype(parameters: Sequence[tuple[nn.Module, str]], dtype: torch.dtype) -> None:
-    """:func:`agree_on_dtypes` for simulated ranks: give all stand-ins for floating parameters this dtype.
+    """Set the dtype of all stand-ins for floating-point parameters; :func:`agree_on_dtypes` for simulated ranks.
 
     Args:
         parameters: (module, name in it).

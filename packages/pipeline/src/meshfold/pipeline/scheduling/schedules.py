@@ -25,7 +25,7 @@ def gpipe(*, ranks: int, microbatches: int) -> Lists:
 
 
 def one_forward_one_backward(*, ranks: int, microbatches: int) -> Lists:
-    """1F1B: after a warm-up, alternate one forward and one backward (Narayanan et al. 2021, arXiv 2104.04473).
+    """Return 1F1B: after a warm-up, alternate one forward and one backward (Narayanan et al. 2021, arXiv 2104.04473).
 
     Bubble (p - 1)(TF + TB + TW), as GPipe's; rank r holds at most p - r micro-batches.
     """
@@ -42,7 +42,7 @@ def one_forward_one_backward(*, ranks: int, microbatches: int) -> Lists:
 
 
 def interleaved(*, ranks: int, microbatches: int, chunks: int = 2) -> Lists:
-    """1F1B with ``chunks`` stages a rank: stage s is on rank s mod p (Narayanan et al. 2021, arXiv 2104.04473, section 2.2).
+    """Return 1F1B with ``chunks`` stages a rank: stage s is on rank s mod p (Narayanan et al. 2021, arXiv 2104.04473, section 2.2).
 
     Bubble (p - 1)(TF + TB + TW) with the times of a stage, 1 / chunks of 1F1B's, if p divides m; a rank holds at most p chunks + p
     - 1 activations of a stage. Micro-batches run in groups of p. If the last group is not full, every list leaves out the missing
@@ -166,7 +166,7 @@ def zb_v(*, ranks: int, microbatches: int) -> Lists:
 
 
 def dualpipe_v(*, ranks: int, microbatches: int) -> Lists:
-    """DeepSeek's DualPipe cut in half, with one copy of the weights (arXiv 2412.19437, and "cut-in-half" of DualPipe's authors).
+    """Return DeepSeek's DualPipe cut in half, with one copy of the weights (arXiv 2412.19437; "cut-in-half" by its authors).
 
     Both gradients at once in the middle, weight gradients separate where that fills a gap. The forward of one micro-batch is
     paired with the backward of another, so that each can hide the other's messages.

@@ -243,7 +243,7 @@ def simulate(
 
 
 def simulate_costs(schedule: Schedule, costs: Costs) -> Simulation:
-    """:func:`simulate` with the costs in one object."""
+    """Call :func:`simulate` with the costs in one object."""
     read = costs.for_stages(schedule.stages)
     times, _ = Replay(schedule.stage_ranks, read).run(schedule.ranks)
     if not is_complete(times, schedule.ranks):

@@ -47,7 +47,7 @@ class PendingStep(Protocol):
         """Wait for the step. Return True if it succeeded and the new values are ready."""
 
     def land(self) -> None:
-        """After ``wait``: start writing the new values to the chunk's shard, unless they were written already."""
+        """Start writing the new values to the chunk's shard, unless they were written already. Call ``wait`` before."""
 
 
 @with_old_names({"home": "tier", "rehome": "move"})
@@ -369,7 +369,7 @@ class Chunk:
             self._copied = mark(self.device)
 
     def publish(self) -> None:
-        """After the shard has changed: start gathering it again if the chunk is resident, then ``wait``; else release it.
+        """Start gathering the changed shard again if the chunk is resident (then call ``wait``); else release the chunk.
 
         An all-gather that is under way is waited for.
         """

@@ -118,7 +118,7 @@ class ChunkGradient:
         self._is_wide |= kind == "apart" or (kind == "more" and not self._every_time)
 
     def begin(self) -> None:
-        """After a backward, before the next one."""
+        """Reset what belongs to one backward, before the next."""
         self._arrived.clear()
         self._was_sent = False
 

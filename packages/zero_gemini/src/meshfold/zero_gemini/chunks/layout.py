@@ -185,7 +185,7 @@ class ChunkLayout:
             raise ChunkLayoutError(f"no parameter {name!r} in these {len(self.chunks)} chunks.{hint}") from None
 
     def __str__(self) -> str:
-        """A table, one line a chunk."""
+        """Return a table, one line a chunk."""
         rows = [("chunk", "group", "parameters", "from", "to", "size", "shard", "waste")]
         rows += [
             (

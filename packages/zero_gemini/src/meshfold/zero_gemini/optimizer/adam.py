@@ -301,7 +301,7 @@ class AdamStepper(AdamValues):
             self.disk.ring.advance()
 
     def _get_ready(self, pieces: list[Piece]) -> None:
-        """After a step, start reading the pieces that the next step needs first."""
+        """Start reading the pieces that the next step needs first."""
         if self.disk is not None:
             self.disk.ring.settle()
             self.disk.ring.expect(pieces)

@@ -69,7 +69,7 @@ class SpeculativeSteps:
             self._sums[gradient] = gradient.sums
 
     def check(self) -> None:
-        """Before a step, discard speculative steps if gradients have changed since they were used."""
+        """Discard speculative steps if gradients have changed since they were used. Call it before a step."""
         if any(gradient.sums != sums for gradient, sums in self._sums.items()):
             self.give_up()
 

@@ -89,7 +89,7 @@ class Trace:
 
     @classmethod
     def from_json(cls, words: dict[str, Any]) -> Trace:
-        """Inverse of :meth:`to_json`."""
+        """Read the result of :meth:`to_json`."""
         return cls(
             timesteps=tuple(TracedTimestep(**one) for one in words["timesteps"]),
             layers=tuple(TracedLayer(**layer) for layer in words["layers"]),

@@ -114,7 +114,7 @@ class CapturedMoves:
         return [*wanted, *ahead]
 
     def leave(self, chunks: Iterable[Chunk]) -> None:
-        """Before chunks are released: wait for those that are still on their way."""
+        """Wait for those chunks that are still on their way, before all are released."""
         chunks = [*chunks]
         self.between([move for chunk in chunks if chunk.is_gathering for move in self._wait(chunk)])
         for chunk in chunks:
@@ -144,7 +144,7 @@ class CapturedMoves:
             yield partial(chunk.gather, read), visit.start_early if ahead else visit.start
 
     def _gather_resident(self, chunk: Chunk, read: Operands, *, ahead: bool) -> Iterator[Move]:
-        """A resident chunk stays, but new parameters may come to it from the host, at its first use in a step."""
+        """Yield the moves of a resident chunk: at its first use in a step new parameters may come from the host."""
         if chunk in self._residents or (ahead and chunk in self._early):
             return
         self._early.add(chunk)

@@ -26,7 +26,7 @@ class Segments(Protocol):
         """End the segment that was begun, which has run once after this call. Return the function that runs it again."""
 
     def break_off(self) -> None:
-        """After an error: end a segment that was begun, without running it."""
+        """End a segment that was begun, without running it, after an error."""
 
     def alias(self, tensor: Tensor) -> Tensor:
         """Return a tensor at the same address that does not keep the memory: a later part of the step may use it too."""

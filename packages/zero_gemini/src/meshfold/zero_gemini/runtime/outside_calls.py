@@ -96,7 +96,7 @@ class OutsideCalls:
         self._watches.insert(0 if prepend else len(self._watches), watch)
 
     def remove(self, watch: _Watch) -> None:
-        """No longer call hooks."""
+        """Stop calling hooks."""
         if watch in self._watches:
             self._watches.remove(watch)
             if not self._watches and self._inner:
