@@ -45,6 +45,23 @@ SIBLINGS: dict[str, set[str]] = {
 }
 # Words that no docstring opens with.
 QUESTIONS = ("How", "Of", "What", "Where", "Whether", "Which", "Who", "Whom", "Whose")
+# Openings of a clause or of an answer: a function's docstring opens with its verb.
+CLAUSES = (
+    "After",
+    "At",
+    "Before",
+    "Between",
+    "During",
+    "False",
+    "If",
+    "In",
+    "Inside",
+    "Inverse",
+    "None",
+    "On",
+    "Once",
+    "True",
+)
 # Words that no identifier is or contains, and what to write instead (docs/glossary.md has the terms).
 BANNED = {
     "connected": "what connects it: wrapped, registered",
@@ -335,14 +352,18 @@ def formatter_comments(source: str) -> Iterator[int]:
             yield token.start[0]
 
 
-def questions(source: str) -> Iterator[tuple[int, str]]:
-    """Yield the line and the opening of each docstring that opens as a question does."""
-    if not re.search(rf"[\"']\s*({'|'.join(QUESTIONS)})\b", source):  # parsing takes most of the time
+def wrong_openings(source: str) -> Iterator[tuple[int, str]]:
+    """Yield line and opening of each docstring that opens as a question does, or, of a function, with a clause."""
+    if not re.search(rf"[\"']\s*({'|'.join((*QUESTIONS, *CLAUSES))})\b", source):  # parsing takes most of the time
         return
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             text = ast.get_docstring(node) or ""
-            if re.match(rf"({'|'.join(QUESTIONS)})\b", text):
+            refused: tuple[str, ...] = QUESTIONS
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                is_property = any("property" in ast.unparse(each) for each in node.decorator_list)
+                refused = QUESTIONS if is_property else (*QUESTIONS, *CLAUSES)
+            if re.match(rf"({'|'.join(refused)})\b", text):
                 yield getattr(node, "lineno", 1), text.splitlines()[0]
 
 

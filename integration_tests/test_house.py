@@ -30,11 +30,11 @@ from integration_tests.house import (
     imports_of,
     owner,
     private_uses,
-    questions,
     replaced,
     suspect_identifiers,
     tracked,
     undocumented,
+    wrong_openings,
 )
 from meshfold.mesh import ParallelSpec
 from meshfold.mesh.spec.parallel import Need, why_missing
@@ -221,14 +221,28 @@ def test_imports_are_declared(package: Package) -> None:
 
 
 def test_docstrings_open_with_a_verb_or_a_noun() -> None:
-    """Functions: an imperative verb. Classes and modules: a noun. No docstring opens as a question does."""
+    """Functions: an imperative verb. Classes and modules: a noun. None opens as a question does, no function's with a clause."""
     broken = [
         f"{path.relative_to(ROOT)}:{line}: {opening}"
         for package in PACKAGES
         for path in package.modules
-        for line, opening in questions(path.read_text())
+        for line, opening in wrong_openings(path.read_text())
     ]
-    assert not broken, "write what it does or is, instead of a question:\n" + "\n".join(broken)
+    assert not broken, "write what it does (a verb first) or is:\n" + "\n".join(broken)
+
+
+def test_the_rule_of_openings_sees_questions_and_clauses() -> None:
+    source = """class C:
+    'Of one rank.'
+    def f(self):
+        'After a step: forget it.'
+    @property
+    def p(self):
+        'True if it ran.'
+    def g(self):
+        'Forget it, after a step.'
+"""
+    assert list(wrong_openings(source)) == [(1, "Of one rank."), (3, "After a step: forget it.")]
 
 
 def test_the_rule_of_docstrings_sees_what_has_none() -> None:

@@ -1,4 +1,4 @@
-"""Forwards of a model for the steps of a scheduler: over pages, or of whole sequences where a model's attention has none.
+"""Forward of a model over pages, for the steps of a scheduler.
 
 All ranks that run the model make the same calls and get the same tokens, since logits come out whole on each.
 """
@@ -6,11 +6,10 @@ All ranks that run the model make the same calls and get the same tokens, since 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
 from importlib.util import find_spec
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +24,8 @@ from meshfold.inference.measured import agreement, choose_row_programs
 from meshfold.inference.requests import Request, Span, Step
 from meshfold.inference.routing import head_of, routed, unrouted_reason
 from meshfold.inference.row_kernels import RowKernels
-from meshfold.inference.sampling import Sampling, sample, sampling_rows
+from meshfold.inference.runner import Sampled, draw, seen_words
+from meshfold.inference.sampling import Sampling
 from meshfold.inference.short_steps import GraphMemory, ShortSteps, short_rows
 from meshfold.inference.split_words import SplitWords, split_words
 from meshfold.mesh import SpecError
@@ -34,18 +34,9 @@ from meshfold.mesh.model_io import eval_mode
 from meshfold.mesh.tracking import uncompiled, without_tracking
 from meshfold.tensor_parallel.convert import attention_part, padding_for_decoding, row_multiple
 
-Sampled = tuple[list[int], list[float]]
-"""tokens and log-probs"""
 SUMS = ("packets", "flags", "collectives")
 """How few rows are summed over the GPUs of a machine: data and flag in one word, if very few; flags behind the data; by NCCL."""
 _CHECK = Sampling(max_new_tokens=1)
-
-
-class Runner(Protocol):
-    """Runs steps."""
-
-    def run(self, step: Step) -> Sampled:
-        """Run a step; return what is sampled, of the spans that sample, in their order."""
 
 
 @contextmanager
@@ -389,53 +380,3 @@ def _unattended(q: Tensor, v: Tensor) -> Tensor:
 def _distance(a: Tensor, b: Tensor) -> float:
     """Return the norm of a difference divided by the norm of b."""
     return float((a.float() - b.float()).norm() / b.float().norm().clamp(min=1e-30))
-
-
-@dataclass
-class WholeForward:
-    """Forward that computes all tokens of every sequence again, for any causal model under any spec.
-
-    Attributes:
-        model: a module, or a pipeline of its stages.
-        device: of the ids.
-    """
-
-    model: Any
-    device: torch.device
-    module: nn.Module = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.module = self.model if isinstance(self.model, nn.Module) else self.model.module
-
-    def run(self, step: Step) -> Sampled:
-        """Run a step: a batch of the sequences that sample, filled up on the right."""
-        spans = [span for span in step.spans if span.samples]
-        if not spans:
-            return [], []
-        longest = max(span.stop for span in spans)
-        listed = [[*span.request.slice(0, span.stop), *[0] * (longest - span.stop)] for span in spans]
-        with torch.no_grad(), eval_mode(self.module), uncompiled():
-            output = self.model(torch.tensor(listed, device=self.device))
-        logits = getattr(output, "logits", output)
-        last = torch.tensor([span.stop - 1 for span in spans], device=logits.device)
-        return draw(logits[torch.arange(len(spans), device=logits.device), last], spans)
-
-
-def draw(logits: Tensor, spans: Sequence[Span]) -> Sampled:
-    """Sample the next token of every span from logits ``b v``."""
-    if not spans:
-        return [], []
-    rows = sampling_rows([span.request.sampling for span in spans], logits.device)
-    positions = torch.tensor([span.stop for span in spans], device=logits.device)
-    tokens, logprobs = sample(logits, positions, rows, seen_words(spans, logits.shape[-1], logits.device))
-    return tokens.tolist(), logprobs.tolist()
-
-
-def seen_words(spans: Sequence[Span], words: int, device: torch.device) -> Tensor | None:
-    """Return ``b v`` bool, the words that each sequence has; None if no request has a penalty on them."""
-    if all(span.request.sampling.repetition_penalty == 1.0 for span in spans):
-        return None
-    seen = torch.zeros(len(spans), words, dtype=torch.bool, device=device)
-    for row, span in enumerate(spans):
-        seen[row, torch.tensor(span.request.slice(0, span.stop), device=device)] = True
-    return seen
