@@ -12,10 +12,11 @@ from meshfold.align.engines import Model, trained_engine
 from meshfold.align.log_probs import TokenValues
 from meshfold.align.means import mean_of_sequences, mean_of_tokens
 from meshfold.align.objective import Objective, Terms
+from meshfold.align.policy_engines import PolicyEngines
 from meshfold.align.preference import DPO_LOSSES, dpo_losses, kto_baseline, kto_losses, odds_ratio_losses, simpo_losses
 from meshfold.align.records import Completion, Preference
 from meshfold.align.reference import copied, make_reference
-from meshfold.align.residency import Phases, WorkSize
+from meshfold.align.residency import WorkSize
 from meshfold.align.rows import CHOSEN, REJECTED, completion_rows, longest_of, pair_rows, shuffled
 from meshfold.align.run import in_micro_steps
 from meshfold.align.sharing import SharedPrompts
@@ -89,32 +90,22 @@ class DPO:
         self._pairs, self._batch, self._length = pairs, batch_size, length
         self._micro_steps, self._seed = micro_steps, seed
         self.objective = Objective(self._terms, fields=("branch", "margin", "reference_chosen", "reference_rejected"))
-        given = {"kernels": dict(loss=True), "seed": seed, **settings}
-        frozen, spec = copied(model), parallel or {}
-        kind = None if loss in _WITHOUT_REFERENCE else reference
-        self.phases = Phases(
-            memory,
-            spec,
-            models={"policy": model, **({"reference": frozen} if kind == "copy" else {})},
-            trained=("policy",),
-            work=WorkSize.of_pairs(pairs, length, batch_size=batch_size, micro_steps=micro_steps),
-            settings=given,
-            micro_steps=micro_steps,
-        )
-        engine = trained_engine(
-            self.objective,
+        made = PolicyEngines(
             model,
-            self.phases.spec("policy"),
+            self.objective,
+            parallel,
+            reference=None if loss in _WITHOUT_REFERENCE else reference,
+            work=WorkSize.of_pairs(pairs, length, batch_size=batch_size, micro_steps=micro_steps),
+            memory=memory,
             micro_steps=micro_steps,
             start=start,
-            dropout=False,
-            **given,
+            seed=seed,
+            settings=settings,
         )
-        self.engines = dict(policy=engine)
-        self.shared_prompt = SharedPrompts(shared_prompt, engine, "pair", longest=longest_of(pairs, length))
-        theirs = self.phases.spec("reference") if kind == "copy" else spec
-        self.reference = make_reference(kind, self.objective, engine, frozen, theirs, start=start, settings=given)
-        self.phases.take(policy=engine, **(self.reference.engines if self.reference else {}))
+        self.phases, self.engines = made.phases, dict(policy=made.policy)
+        self.shared_prompt = SharedPrompts(shared_prompt, made.policy, "pair", longest=longest_of(pairs, length))
+        self.reference = made.reference()
+        self.phases.take(**self.engines, **(self.reference.engines if self.reference else {}))
 
     def step(self, number: int) -> dict[str, float]:
         """Make a step; ``number`` counts from 0 and decides which pairs it is of. All ranks must call."""

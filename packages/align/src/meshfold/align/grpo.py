@@ -14,7 +14,7 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor
 
-from meshfold.align.engines import Model, trained_engine
+from meshfold.align.engines import Model
 from meshfold.align.log_probs import TokenValues
 from meshfold.align.means import (
     Mean,
@@ -27,9 +27,9 @@ from meshfold.align.means import (
 )
 from meshfold.align.objective import Objective, Terms
 from meshfold.align.policy import clipped_policy_losses, kl_penalties
+from meshfold.align.policy_engines import PolicyEngines
 from meshfold.align.records import Completion, Prompt, TextTokenizer
-from meshfold.align.reference import copied, make_reference
-from meshfold.align.residency import Phases, WorkSize
+from meshfold.align.residency import WorkSize
 from meshfold.align.rewards import Rewards
 from meshfold.align.rollout import Correction, EngineRollouts, Rollout, sampling_until
 from meshfold.align.rows import completion_rows, group_rows, model_inputs, shuffled
@@ -137,14 +137,11 @@ class GRPO:
             fields=("advantage", "old", "reference", "weights", "places"),
             temperature=temperature,
         )
-        given = {"kernels": dict(loss=True), "seed": seed, **settings}
-        frozen, spec = copied(model), parallel or {}
-        copies = bool(beta) and reference == "copy"
-        self.phases = Phases(
-            memory,
-            spec,
-            models={"policy": model, **({"reference": frozen} if copies else {})},
-            trained=("policy",),
+        made = PolicyEngines(
+            model,
+            self.objective,
+            parallel,
+            reference=reference if beta else None,
             work=WorkSize.of_samples(
                 prompts,
                 completions=batch_size * group,
@@ -152,38 +149,23 @@ class GRPO:
                 updates=updates,
                 micro_steps=micro_steps,
             ),
-            settings=given,
-            micro_steps=micro_steps,
-            made=self.rewards.engines,
-        )
-        engine = trained_engine(
-            self.objective,
-            model,
-            self.phases.spec("policy"),
+            memory=memory,
             micro_steps=micro_steps,
             start=start,
-            dropout=False,
-            **given,
+            seed=seed,
+            settings=settings,
+            made=self.rewards.engines,
         )
-        self.engines = dict(policy=engine)
-        self.rollout = rollout(engine)
+        self.phases, self.engines = made.phases, dict(policy=made.policy)
+        self.rollout = rollout(made.policy)
         longest = max((len(prompt.ids) for prompt in prompts), default=0) + self._sampling.max_new_tokens
-        self.shared_prompt = SharedPrompts(shared_prompt, engine, "group", longest=longest)
+        self.shared_prompt = SharedPrompts(shared_prompt, made.policy, "group", longest=longest)
         if updates > 1:
             self.shared_prompt.refuse("updates divide a group's completions among optimizer steps")
         elif micro_steps > batch_size:
             self.shared_prompt.refuse(f"micro_steps={micro_steps} divide {batch_size} groups")
-        self.reference = make_reference(
-            reference if beta else None,
-            self.objective,
-            engine,
-            frozen,
-            self.phases.spec("reference") if copies else spec,
-            start=start,
-            temperature=temperature,
-            settings=given,
-        )
-        self.phases.take(policy=engine, **(self.reference.engines if self.reference else {}))
+        self.reference = made.reference(temperature)
+        self.phases.take(**self.engines, **(self.reference.engines if self.reference else {}))
         # Then the policy that sampled is the one that is trained, every ratio is 1, and no scoring comes before the step.
         self._on_policy = updates == 1 and self.rollout.exact
 

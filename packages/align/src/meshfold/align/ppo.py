@@ -20,9 +20,9 @@ from meshfold.align.log_probs import TokenValues
 from meshfold.align.means import mean_of_tokens, whiten
 from meshfold.align.objective import Objective, Terms
 from meshfold.align.policy import clipped_policy_losses, clipped_value_losses, gae, kl_penalties, rewards_of_tokens
+from meshfold.align.policy_engines import PolicyEngines
 from meshfold.align.records import Prompt, TextTokenizer
-from meshfold.align.reference import copied, make_reference
-from meshfold.align.residency import Phases, WorkSize
+from meshfold.align.residency import WorkSize
 from meshfold.align.rewards import Rewards
 from meshfold.align.rollout import Correction, EngineRollouts, Rollout, sampling_until
 from meshfold.align.rows import completion_rows, model_inputs, shuffled
@@ -118,14 +118,11 @@ class PPO:
         temperature = self._sampling.temperature or 1.0
         self.objective = Objective(self._policy_terms, fields=("old", "advantages", "weights"), temperature=temperature)
         self.values = Objective(self._value_terms, fields=("old_values", "returns"), reads="scores")
-        given = {"kernels": dict(loss=True), "seed": seed, **settings}
-        frozen, spec = copied(model), parallel or {}
-        copies = reference == "copy"
-        self.phases = Phases(
-            memory,
-            spec,
-            models={"policy": model, "critic": critic, **({"reference": frozen} if copies else {})},
-            trained=("policy", "critic"),
+        made = PolicyEngines(
+            model,
+            self.objective,
+            parallel,
+            reference=reference,
             work=WorkSize.of_samples(
                 prompts,
                 completions=batch_size,
@@ -133,41 +130,28 @@ class PPO:
                 updates=updates,
                 micro_steps=micro_steps,
             ),
-            settings=given,
-            micro_steps=micro_steps,
-            made=self.rewards.engines,
-        )
-        policy = trained_engine(
-            self.objective,
-            model,
-            self.phases.spec("policy"),
+            memory=memory,
             micro_steps=micro_steps,
             start=start,
-            dropout=False,
-            **given,
+            seed=seed,
+            settings=settings,
+            critic=critic,
+            made=self.rewards.engines,
         )
-        of_critic = {name: value for name, value in given.items() if name != "kernels"}
+        self.phases = made.phases
+        of_critic = {name: value for name, value in made.settings.items() if name != "kernels"}
         if critic_optimizer is not None:
             of_critic["optimizer"] = critic_optimizer
         judge = trained_engine(
             self.values, critic, self.phases.spec("critic"), micro_steps=micro_steps, start=critic_start, **of_critic
         )
-        self.engines = dict(policy=policy, critic=judge)
-        self.rollout = rollout(policy)
-        found = make_reference(
-            reference,
-            self.objective,
-            policy,
-            frozen,
-            self.phases.spec("reference") if copies else spec,
-            start=start,
-            temperature=temperature,
-            settings=given,
-        )
+        self.engines = dict(policy=made.policy, critic=judge)
+        self.rollout = rollout(made.policy)
+        found = made.reference(temperature)
         if found is None:
             raise SpecError("reference=None: PPO holds the policy to one, 'copy' or 'adapter'")
         self.reference = found
-        self.phases.take(policy=policy, critic=judge, **found.engines)
+        self.phases.take(**self.engines, **found.engines)
 
     def step(self, number: int) -> dict[str, float]:
         """Sample, score and train; ``number`` counts from 0 and decides prompts and samples. All ranks must call."""
