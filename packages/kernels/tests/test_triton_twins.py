@@ -310,9 +310,7 @@ def test_norm_pieces(dtype: torch.dtype, rows: int, cuts: list[int], seed: int) 
             torch.cat([K.rms_norm_apply(p, g, rstd) for _, p, g in parts], -1),
             *(torch.cat(list(kind), -1) for kind in zip(*back, strict=True)),
         ]
-        mean = torch.stack([K.layer_norm_sum(p) for _, p, _ in parts]).sum(0) / hidden
-        square = torch.stack([K.layer_norm_centred_sum(p, mean) for _, p, _ in parts]).sum(0)
-        rstd = torch.rsqrt(square / hidden + 1e-2)
+        mean, rstd = K.layer_norm_joined(torch.stack([K.layer_norm_stats(p) for _, p, _ in parts]), 1e-2)
         sums = torch.stack([K.layer_norm_backward_stats(*p, mean, rstd) for p in parts]).sum(0)
         back = [K.layer_norm_backward_apply(*p, mean, rstd, sums, hidden) for p in parts]
         biases = b.split(cuts)

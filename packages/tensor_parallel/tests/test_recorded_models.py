@@ -84,11 +84,14 @@ class ByHand:
     def norm(self, mode: Mode, layer: bool) -> None:
         """Row statistics over the axes of the hidden dim; weights summed over those of the tokens."""
         residual = mode.layout("residual")
-        rows = self.local(TOKENS, *residual["m"])
+        rows, columns = self.local(TOKENS, *residual["m"]), residual["h"]
+        if layer:  # each rank's mean and variance
+            self.add("forward", "all_gather", columns, 2 * rows * self.mesh.size(*columns), WIDE)
+        else:
+            self.add("forward", "all_reduce", columns, rows, WIDE)
         for _ in range(2 if layer else 1):
-            self.add("forward", "all_reduce", residual["h"], rows, WIDE)
-            self.add("dw", "all_reduce", residual["m"], self.local(HIDDEN, *residual["h"]))
-        self.add("dx", "all_reduce", residual["h"], rows * (2 if layer else 1), WIDE)
+            self.add("dw", "all_reduce", residual["m"], self.local(HIDDEN, *columns))
+        self.add("dx", "all_reduce", columns, rows * (2 if layer else 1), WIDE)
 
     def embedding(self, mode: Mode, vocab: int) -> None:
         plan = mode.plans["embedding"]

@@ -93,28 +93,43 @@ def normalise(
 
 
 @triton.jit(do_not_specialize=["rows"])
-def row_sums(
-    x,
-    mean,
-    sums,
-    rows,
-    hidden,
-    x_stride,
-    SQUARE: tl.constexpr,
-    CENTRED: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+def square_sums(x, sums, rows, hidden, x_stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, COLUMNS)
+    in_rows = row < rows
+    value = _load_rows(x, row, x_stride, column, in_rows[:, None] & (column < hidden)[None, :])
+    tl.store(sums + row, tl.sum(value * value, axis=1), mask=in_rows)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def moments(x, found, rows, hidden, x_stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Mean and variance of each row: ``m h -> 2 m``."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS)
     in_rows = row < rows
     mask = in_rows[:, None] & (column < hidden)[None, :]
     value = _load_rows(x, row, x_stride, column, mask)
-    if CENTRED:
-        value = tl.where(mask, value - tl.load(mean + row, mask=in_rows, other=0.0)[:, None], 0.0)
-    if SQUARE:
-        value *= value
-    tl.store(sums + row, tl.sum(value, axis=1), mask=in_rows)
+    mean = tl.sum(value, axis=1) / hidden
+    value = tl.where(mask, value - mean[:, None], 0.0)
+    tl.store(found + row, mean, mask=in_rows)
+    tl.store(found + rows + row, tl.sum(value * value, axis=1) / hidden, mask=in_rows)
+
+
+@triton.jit(do_not_specialize=["rows", "parts", "eps"])
+def joined_moments(found, mean, rstd, rows, parts, eps, WIDE: tl.constexpr):
+    """Mean and rstd of whole rows from the moments of equal parts of them: ``g 2 m -> m, m``."""
+    row = tl.program_id(0) * WIDE + tl.arange(0, WIDE)
+    in_rows = row < rows
+    total = tl.zeros((WIDE,), tl.float32)
+    for part in range(parts):
+        total += tl.load(found + 2 * part * rows + row, mask=in_rows, other=0.0)
+    middle = total / parts
+    spread = tl.zeros((WIDE,), tl.float32)
+    for part in range(parts):
+        away = tl.load(found + 2 * part * rows + row, mask=in_rows, other=0.0) - middle
+        spread += tl.load(found + (2 * part + 1) * rows + row, mask=in_rows, other=0.0) + away * away
+    tl.store(mean + row, middle, mask=in_rows)
+    tl.store(rstd + row, 1.0 / tl.sqrt(spread / parts + eps), mask=in_rows)
 
 
 @triton.jit(do_not_specialize=["rows"])

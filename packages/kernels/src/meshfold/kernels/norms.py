@@ -265,6 +265,23 @@ def row_sums(x: Tensor, mean: Tensor | None, square: bool) -> Tensor:
     return torch.linalg.vecdot(centred, centred) if square else centred.sum(-1)
 
 
+def square_sums(x: Tensor) -> Tensor:
+    """``m h -> m``: sum of squares."""
+    return row_sums(x, None, True)
+
+
+def moments(x: Tensor) -> Tensor:
+    """``m h -> 2 m``: mean and variance."""
+    variance, mean = torch.var_mean(x.to(compute_dtype(x)), -1, correction=0)
+    return torch.stack((mean, variance))
+
+
+def joined_moments(found: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """``g 2 m -> m, m``: mean and rstd of whole rows, from the moments of equal parts of them."""
+    between, mean = torch.var_mean(found[:, 0], 0, correction=0)
+    return mean, torch.rsqrt(found[:, 1].mean(0) + between + eps)
+
+
 def _add(x: Tensor, residual: Tensor) -> Tensor:
     """Return x + residual, rounded once to the dtype of the residual."""
     dtype = compute_dtype(residual)

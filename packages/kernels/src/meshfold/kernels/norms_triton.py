@@ -17,29 +17,34 @@ from meshfold.kernels.inputs import contiguous_like
 _WIDEST = 65536
 
 
-def row_sums(x: Tensor, mean: Tensor | None, square: bool) -> Tensor:
+def square_sums(x: Tensor) -> Tensor:
     if x.shape[1] > _WIDEST:
-        return plain.row_sums(x, mean, square)
-    rows, hidden = x.shape
-    sums = torch.empty(rows, dtype=torch.float32, device=x.device)
-    high, wide, warps = tile(hidden)
-    launch(
-        passes.row_sums,
-        (cdiv(rows, high),),
-        x,
-        x,
-        sums if mean is None else mean,
-        sums,
-        rows,
-        hidden,
-        x.stride(0),
-        SQUARE=square,
-        CENTRED=mean is not None,
-        ROWS=high,
-        COLUMNS=wide,
-        num_warps=warps,
-    )
+        return plain.square_sums(x)
+    sums = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
+    _over_rows(passes.square_sums, x, sums)
     return sums
+
+
+def moments(x: Tensor) -> Tensor:
+    if x.shape[1] > _WIDEST:
+        return plain.moments(x)
+    found = torch.empty((2, x.shape[0]), dtype=torch.float32, device=x.device)
+    _over_rows(passes.moments, x, found)
+    return found
+
+
+def _over_rows(kernel: Any, x: Tensor, found: Tensor) -> None:
+    rows, hidden = x.shape
+    high, wide, warps = tile(hidden)
+    sizes = (rows, hidden, x.stride(0))
+    launch(kernel, (cdiv(rows, high),), x, x, found, *sizes, ROWS=high, COLUMNS=wide, num_warps=warps)
+
+
+def joined_moments(found: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    parts, _, rows = found.shape
+    mean, rstd = torch.empty((2, rows), dtype=torch.float32, device=found.device).unbind()
+    launch(passes.joined_moments, (cdiv(rows, 256),), found, found, mean, rstd, rows, parts, eps, WIDE=256)
+    return mean, rstd
 
 
 def normalise(x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor | None, rstd: Tensor) -> Tensor:

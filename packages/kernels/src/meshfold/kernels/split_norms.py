@@ -1,15 +1,14 @@
 """RMSNorm and LayerNorm of rows that ranks share, in pieces with a sum over the ranks between them.
 
 Where the hidden dim is split over mesh axes, each rank holds some columns of every row and the
-statistics need an all-reduce (sum) in between. ``hidden`` is the global width::
+statistics need an all-reduce (sum) or an all-gather in between. ``hidden`` is the global width::
 
     RMSNorm    square = all_reduce(rms_norm_stats(x));               rstd = rsqrt(square / hidden + eps)
                y = rms_norm_apply(x, weight, rstd)
     backward   sums = all_reduce(rms_norm_backward_stats(dy, x, weight, rstd))
                dx, dweight = rms_norm_backward_apply(dy, x, weight, rstd, sums, hidden)
 
-    LayerNorm  mean = all_reduce(layer_norm_sum(x)) / hidden
-               rstd = rsqrt(all_reduce(layer_norm_centred_sum(x, mean)) / hidden + eps)
+    LayerNorm  mean, rstd = layer_norm_joined(all_gather(layer_norm_stats(x)), eps)
                y = layer_norm_apply(x, weight, bias, mean, rstd)
     backward   sums = all_reduce(layer_norm_backward_stats(dy, x, weight, mean, rstd))
                dx, dweight, dbias = layer_norm_backward_apply(dy, x, weight, mean, rstd, sums, hidden)
@@ -24,13 +23,13 @@ from torch import Tensor
 
 from meshfold.kernels import dispatch
 from meshfold.kernels.inputs import as_rows, check_vector
-from meshfold.kernels.norms import gradient_sums, gradients, normalise, row_sums
+from meshfold.kernels.norms import gradient_sums, gradients, joined_moments, moments, normalise, square_sums
 
 
 def rms_norm_stats(x: Tensor) -> Tensor:
     """Return the sum of squares of every row's local columns: ``... h -> ...``, float32 (float64 for float64)."""
-    run = dispatch.piece(row_sums, x)
-    return run(as_rows(x), None, True).reshape(x.shape[:-1])
+    run = dispatch.piece(square_sums, x)
+    return run(as_rows(x)).reshape(x.shape[:-1])
 
 
 def rms_norm_apply(x: Tensor, weight: Tensor | None, rstd: Tensor) -> Tensor:
@@ -70,19 +69,28 @@ def rms_norm_backward_apply(
     return dx.reshape(x.shape), dweight
 
 
-def layer_norm_sum(x: Tensor) -> Tensor:
-    """Return the sum of every row's local columns: ``... h -> ...``, float32 (float64 for float64)."""
-    run = dispatch.piece(row_sums, x)
-    return run(as_rows(x), None, False).reshape(x.shape[:-1])
+def layer_norm_stats(x: Tensor) -> Tensor:
+    """Return mean and variance of every row's local columns: ``... h -> 2 ...``, float32 (float64 for float64).
 
-
-def layer_norm_centred_sum(x: Tensor, mean: Tensor) -> Tensor:
-    """Return the sum of (x - mean)**2 over every row's local columns: ``... h, ... -> ...``.
-
-    A second pass, because E[x**2] - E[x]**2 loses all its digits if the mean is much larger than the deviation.
+    Not the sums of x and of x**2, which would need no gather: E[x**2] - E[x]**2 loses all its digits if the mean is much larger
+    than the deviation.
     """
-    run = dispatch.piece(row_sums, x, mean)
-    return run(as_rows(x), mean.reshape(-1), True).reshape(x.shape[:-1])
+    run = dispatch.piece(moments, x)
+    return run(as_rows(x)).reshape(2, *x.shape[:-1])
+
+
+def layer_norm_joined(stats: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Return mean and 1 / sqrt(variance + eps) of whole rows: ``g 2 ... -> ..., ...``.
+
+    The variance of a row is the mean of its parts' variances plus the variance of their means (Chan, Golub and LeVeque, 1979).
+
+    Args:
+        stats: :func:`layer_norm_stats` of ``g`` parts of the rows, all of the same width.
+        eps: added to the variance.
+    """
+    run = dispatch.piece(joined_moments, stats)
+    mean, rstd = run(stats.reshape(stats.shape[0], 2, -1), eps)
+    return mean.reshape(stats.shape[2:]), rstd.reshape(stats.shape[2:])
 
 
 def layer_norm_apply(x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, rstd: Tensor) -> Tensor:

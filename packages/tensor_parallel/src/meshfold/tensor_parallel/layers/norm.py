@@ -1,7 +1,8 @@
 """LayerNorm and RMSNorm of a dim that may be split: the residual stream's, or that of all heads together (OLMo 2).
 
-RMSNorm takes one all-reduce of row statistics over the axes of the hidden dim (sum of squares). LayerNorm takes two: mean, then
-centred sum, since E[x²] − E[x]² would lose its digits. Either backward takes one. None is needed if the dim is whole.
+RMSNorm takes one all-reduce of row statistics over the axes of the hidden dim (sum of squares). LayerNorm takes one all-gather of
+each rank's mean and variance, since E[x²] − E[x]² would lose its digits. Either backward takes one all-reduce. None is needed if
+the dim is whole.
 Weights are split like the dim; their gradients are summed over the axes that split tokens.
 
 Key heads that several ranks hold count once for each of them, in the sums as in the size that these are divided by: each copy gets
@@ -296,9 +297,8 @@ def bind_layer_norm(mesh: Mesh, columns: tuple[str, ...], hidden: int, eps: floa
         @staticmethod
         def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
             group = mesh.group(*columns)
-            mean = collectives.all_reduce(kernels.layer_norm_sum(x), group) / hidden
-            variance = collectives.all_reduce(kernels.layer_norm_centred_sum(x, mean), group) / hidden
-            rstd = torch.rsqrt(variance + eps)
+            stats = collectives.all_gather(kernels.layer_norm_stats(x).unsqueeze(0), group)
+            mean, rstd = kernels.layer_norm_joined(stats, eps)
             ctx.save_for_backward(x, weight, mean, rstd)
             ctx.has_bias = bias is not None
             return traceable_result(kernels.layer_norm_apply(x, weight, bias, mean, rstd))
