@@ -18,7 +18,7 @@ import pytest
 
 from meshfold.mesh.errors import LaunchError
 from meshfold.mesh.processes import launch
-from meshfold.mesh.processes.launcher import _stops_after
+from meshfold.mesh.processes.launcher import _stops_after, check_room
 
 SECONDS = 120.0  # far below what the ranks would sleep, with room for a busy machine
 
@@ -419,6 +419,15 @@ def test_a_launcher_that_is_killed_takes_its_ranks_along(launcher: subprocess.Po
         int((tmp_path / "started.pid").read_text()), signal.SIGKILL
     )  # what a rank started is not the kernel's concern
     assert left == []
+
+
+def test_more_ranks_than_memory_holds_are_refused() -> None:
+    check_room(100, 25_000 * 2**20)
+    check_room(100, None)
+    with pytest.raises(LaunchError, match=r"all of them 24\.41 GiB, .* has 16\.00 GiB left\. Start 65 at most"):
+        check_room(100, 16 * 2**30)
+    with pytest.raises(LaunchError, match=r"cannot start 1000000 ranks: .* meshfold plan --ranks 1000000"):
+        launch([__file__], 1_000_000)
 
 
 def test_what_cannot_start_is_refused_before_anything_starts(tmp_path: Path) -> None:

@@ -228,6 +228,7 @@ MALFORMED: list[tuple[Any, list[str]]] = [
     # sequence
     ({"sequence": None}, ["sequence=None", "sequence=dict(mode='ring', size=2)"]),
     ({"sequence": 2}, ["sequence=2", "sequence=dict(mode='ring', size=2)"]),
+    ({"sequence": 4}, ["sequence=4", "sequence=dict(mode='ring', size=4)"]),
     (sequence(size=2), ["mode is missing", "'ring', 'ulysses', 'ring_ulysses' or 'megatron'"]),
     (sequence(mode="ring"), ["sequence=dict(mode='ring')", "size is missing"]),
     (sequence(mode="ring", size=False), ["size=False is a bool"]),
@@ -274,6 +275,7 @@ MALFORMED: list[tuple[Any, list[str]]] = [
         {"expert": dict(size=4), "data": 2, "pipeline": 2},
         ["along data, sequence and tensor", "size 4 does not divide data=2.", "Write size=1 or 2."],
     ),
+    ({"expert": 2, "data": 1}, ["size 2 does not divide data=1.", "Write data=2 beside it, or size=1."]),
     # zero
     ({"zero": None}, ["zero=None", "zero=dict(stage=3)"]),
     ({"zero": 2}, ["zero=2", "an int, not a dict", "zero=dict(stage=2)"]),

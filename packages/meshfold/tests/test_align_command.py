@@ -114,6 +114,9 @@ def test_on_two_ranks(data: Path) -> None:
     ("words", "said"),
     [
         (["sft"], "required: --data"),
+        (["sft", "--resume"], "--resume: there is no run in"),
+        (["sft", "--data", "chats", "--length", "1"], "--length 1 leaves no token to predict: write --length 512"),
+        (["dpo", "--data", "pairs", "--micro-steps", "99"], "each micro-step has a row at least; write --micro-steps"),
         (["spo", "--data", "x"], "invalid choice"),
         (["grpo", "--data", "prompts"], "needs --reward FILE.py:NAME"),
         (["sft", "--data", "chats", "--reward", "a.py:b"], "belongs to grpo and ppo"),
@@ -157,3 +160,12 @@ def test_mistakes(words: list[str], said: str, data: Path, capsys: pytest.Captur
     assert code != 0
     error = capsys.readouterr().err
     assert said in error and "Traceback" not in error
+
+
+def test_an_out_that_is_a_file_is_refused_before_the_data_is_read(
+    data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (data / "taken").write_text("mine")
+    assert main(["align", "sft", "--data", "gone.jsonl", "--out", str(data / "taken")]) == 2
+    assert "taken' is a file; give a folder to write to" in capsys.readouterr().err
+    assert (data / "taken").read_text() == "mine"

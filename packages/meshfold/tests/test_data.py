@@ -116,6 +116,21 @@ def test_what_cannot_be_read_is_said(
         open_corpus(tmp_path / name, BYTES, cache=tmp_path / "cache")
 
 
+def test_runs_in_the_folder_of_their_text_are_left_out(tmp_path: Path) -> None:
+    root = tmp_path / "texts"
+    (root / "run").mkdir(parents=True)
+    (root / "text.txt").write_text("a few words of one's own")
+
+    def length() -> int:
+        return len(open_corpus(root, BYTES, cache=tmp_path / "cache", validation=0).tokens)
+
+    before = length()
+    (root / "run" / "settings.json").write_text("{}")
+    assert length() > before  # a folder like any other
+    (root / "run" / "metrics.jsonl").write_text("{}")
+    assert length() == before
+
+
 def test_a_folder_without_text_is_said(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     with pytest.raises(SpecError, match=r"it has no files that end in \.py or \.md"):

@@ -201,8 +201,8 @@ def _instead(name: str) -> str:
 def _nearest(name: str, known: Iterable[str]) -> str:
     import difflib
 
-    bare = {word.lstrip("-"): word for word in known}  # ignore dashes when comparing
-    found = difflib.get_close_matches(name.lstrip("-"), list(bare), n=1)
+    bare = {word.lstrip("-").casefold(): word for word in known}  # ignore dashes and case when comparing
+    found = difflib.get_close_matches(name.lstrip("-").casefold(), list(bare), n=1)
     return f" Did you mean {bare[found[0]]!r}?" if found else ""
 
 

@@ -35,6 +35,7 @@ from meshfold.cli.arguments import (
     read_rules,
 )
 from meshfold.cli.train_arguments import OPTIMIZER_NAMES
+from meshfold.cli.train_checks import check_out
 
 TRAINERS = ("sft", "reward", "dpo", "kto", "grpo", "ppo")
 _SETTINGS = "settings.json"
@@ -305,9 +306,21 @@ def _check(arguments: argparse.Namespace) -> None:
         Failure: for options that do not belong together.
     """
     name = arguments.trainer
+    sampled = name in ("grpo", "ppo")
+    check_out(arguments.out)
+    if arguments.data is None and arguments.resume:
+        raise Failure(
+            f"--resume: there is no run in {arguments.out!r} to resume: give its folder, or start a new one with --data FILE"
+        )
     if arguments.data is None:
         raise Failure("the following arguments are required: --data. See meshfold align --help")
-    sampled = name in ("grpo", "ppo")
+    if arguments.length == 1:
+        raise Failure("--length 1 leaves no token to predict: write --length 512, say")
+    if name in ("reward", "dpo", "kto") and arguments.micro_steps > arguments.batch_size:
+        raise Failure(
+            f"--micro-steps {arguments.micro_steps} with --batch-size {arguments.batch_size}: each micro-step has a row at "
+            f"least; write --micro-steps {arguments.batch_size} at most"
+        )
     if sampled and not arguments.reward and arguments.reward_model is None:
         raise Failure(f"{name} needs --reward FILE.py:NAME, a function of completions, or --reward-model DIR")
     if not sampled and (arguments.reward or arguments.reward_model is not None):

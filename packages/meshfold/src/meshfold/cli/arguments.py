@@ -144,6 +144,29 @@ def byte_size(text: str) -> int:
         ) from None
 
 
+def check_file(option: str, path: str | None) -> None:
+    """Check that a file can be written, before the work whose result it gets.
+
+    Args:
+        option: the option that names it, for the error.
+        path: None for no file.
+
+    Raises:
+        Failure: if it is a folder, or its folder is missing or cannot be written to.
+    """
+    if path is None:
+        return
+    folder = os.path.dirname(path) or "."
+    if os.path.isdir(path):
+        raise Failure(f"{option} {path!r} is a folder; give a file in it, such as {os.path.join(path, 'plan.svg')}")
+    if not os.path.isdir(folder):
+        raise Failure(
+            f"{option} {path!r}: there is no folder {folder!r}; make it (mkdir -p {folder}), or give another path"
+        )
+    if not os.access(path if os.path.exists(path) else folder, os.W_OK):
+        raise Failure(f"{option} {path!r} cannot be written; give another path")
+
+
 def rate(text: str) -> float:
     """Parse a number from 0 up."""
     try:

@@ -21,7 +21,9 @@ from meshfold.cli.arguments import Failure, positive
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``meshfold calibrate``."""
-    parser.add_argument("--out", type=Path, default=Path("machine.json"), metavar="FILE", help="(machine.json)")
+    parser.add_argument(
+        "--out", type=Path, default=Path("machine.json"), metavar="FILE", help="file to write (machine.json)"
+    )
     parser.add_argument("--ranks", type=positive, metavar="N", help="processes to start (default: one for each GPU)")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="(default: GPUs where there are enough)")
     parser.add_argument(

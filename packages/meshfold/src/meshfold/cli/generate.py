@@ -47,18 +47,22 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="most tokens of a text (128, or what the model has room for)",
     )
-    drawing.add_argument("--temperature", type=rate, default=1.0, help="0 takes the likeliest token (1)")
+    drawing.add_argument("--temperature", type=rate, default=1.0, metavar="T", help="0 takes the likeliest token (1)")
     drawing.add_argument("--top-k", type=positive, metavar="K", help="draw from the K likeliest words")
-    drawing.add_argument("--top-p", type=rate, default=1.0, help="draw from the likeliest words of this probability")
+    drawing.add_argument(
+        "--top-p", type=rate, default=1.0, metavar="P", help="draw from the likeliest words of this probability (1)"
+    )
     drawing.add_argument(
         "--min-p", type=rate, default=0.0, help="leave out words less likely than this times the likeliest"
     )
-    drawing.add_argument("--repetition-penalty", type=rate, default=1.0, help="above 1: repeat less")
+    drawing.add_argument("--repetition-penalty", type=rate, default=1.0, metavar="X", help="above 1: repeat less (1)")
     drawing.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end a text before TEXT")
-    drawing.add_argument("--seed", type=natural, default=0)
+    drawing.add_argument("--seed", type=natural, default=0, metavar="N", help="of what is drawn (0)")
     how = parser.add_argument_group("how it runs")
     add_parallel(how)
-    how.add_argument("--precision", default="fp32", help="fp32, bf16, ... (fp32)")
+    how.add_argument(
+        "--precision", choices=("fp32", "fp64", "bf16", "fp16"), default="fp32", help="of the weights (fp32)"
+    )
     how.add_argument("--device", choices=("cpu", "cuda"), help="(default: the GPU if there is one)")
     how.add_argument("--tokens", type=positive, metavar="N", help="room for keys and values of N tokens")
     how.add_argument(

@@ -28,6 +28,7 @@ from meshfold.cli.arguments import (
     Failure,
     add_model,
     add_parallel,
+    check_file,
     positive,
     read_changes,
     read_model,
@@ -84,6 +85,8 @@ def run(arguments: argparse.Namespace) -> int:
         return plan_folding_model(arguments)
     arguments.batch_size = arguments.batch_size or 8
     parallel = read_parallel(arguments.parallel)
+    check_file("--timeline", arguments.timeline)
+    check_file("--trace", arguments.trace)
     read_model(arguments)
     changes, rules = read_changes(arguments.changes), read_rules(arguments.rules)
     from meshfold.planner import choose_attention, estimate, explain_misfit, suggest_change

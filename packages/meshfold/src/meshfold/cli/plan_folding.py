@@ -7,7 +7,7 @@ import json
 import os
 import sys
 
-from meshfold.cli.arguments import Failure, positive
+from meshfold.cli.arguments import Failure, check_file, positive
 from meshfold.cli.machine_options import chosen_machine
 
 PREFIX = "folding:"
@@ -56,8 +56,8 @@ def is_folding(arguments: argparse.Namespace) -> bool:
         return True
     typed = [option for key, option in _ONLY.items() if getattr(arguments, key)]
     if typed:
-        given = f"--model {name}" if name else "no --model"
-        raise Failure(f"{typed[0]} is for folding models, and this is {given}: write --model folding:esmfold, say")
+        given = f"--model is {name}" if name else "no --model is given"
+        raise Failure(f"{typed[0]} is for folding models, and {given}: write --model folding:esmfold, say")
     return False
 
 
@@ -92,6 +92,7 @@ def plan_folding_model(arguments: argparse.Namespace) -> int:
         raise Failure("--parallel is what the plan of a folding model answers: leave it out, and give --gpus 1,2,4,8")
     if not arguments.residues:
         raise Failure("a folding model needs the lengths of chains: add --residues 512,1024,2048")
+    check_file("--plot", arguments.plot)
     from meshfold.folding import find_outline
     from meshfold.planner.folding import (
         FoldingOption,

@@ -20,6 +20,7 @@ from typing import Any
 from meshfold.cli.arguments import (
     Failure,
     add_model,
+    check_file,
     positive,
     read_changes,
     read_model,
@@ -77,6 +78,7 @@ def _seldom_collecting() -> Iterator[None]:
 def _suggest(arguments: argparse.Namespace) -> int:
     read_model(arguments)
     changes, rules = read_changes(arguments.changes), read_rules(arguments.rules)
+    check_file("--plot", arguments.plot)
     from meshfold.mesh import ParallelSpec
     from meshfold.planner import suggest
     from meshfold.planner.suggestions import (

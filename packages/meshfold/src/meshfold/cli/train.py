@@ -23,7 +23,14 @@ from typing import TYPE_CHECKING, Any
 from meshfold.cli.arguments import Failure
 from meshfold.cli.auto_spec import with_chosen_spec
 from meshfold.cli.train_arguments import configure, settings_of
-from meshfold.cli.train_checks import check_checkpoint, check_device, check_folder, check_warmup
+from meshfold.cli.train_checks import (
+    check_checkpoint,
+    check_device,
+    check_folder,
+    check_fp8,
+    check_unused,
+    check_warmup,
+)
 from meshfold.mesh.processes import STOPPED_CODE
 
 if TYPE_CHECKING:
@@ -99,6 +106,8 @@ def start(
     from meshfold.train.progress import make_progress
 
     progress = make_progress(settings.last_step, show=True, as_json=as_json)
+    check_unused(settings)  # before `auto` searches for a spec
+    check_fp8(settings)
     settings, more = with_chosen_spec(settings, ranks, progress, machine)
     words = [*words, *more]  # the last one counts
     settings = _settled(settings, ranks, progress)
@@ -176,6 +185,7 @@ def _as_rank(
     settings = _settled(settings, here.world_size, progress if plan else Progress())
     spec = ParallelSpec.parse(settings.parallel, here.world_size)
     spec.require_installed()
+    check_fp8(settings)
     check_warmup(settings)
     check_folder(settings, progress if plan else Progress())
     if plan:  # on every rank: torch numbers process groups, fake ones too, and the numbers must agree

@@ -35,6 +35,43 @@ def check_warmup(settings: TrainSettings) -> None:
         )
 
 
+def check_fp8(settings: TrainSettings) -> None:
+    """Check that linear layers in fp8 are those of a model in bf16."""
+    if settings.fp8 is not None and settings.precision != "bf16":
+        raise Failure(
+            f"--fp8 {settings.fp8} with --precision {settings.precision}: layers in fp8 belong to a model in bf16; write "
+            f"--fp8 {settings.fp8} --precision bf16"
+        )
+
+
+def check_unused(settings: TrainSettings) -> None:
+    """Check that a new run's folder can be written to and holds no run, nor the text to train on. This takes no time.
+
+    Raises:
+        Failure: if not.
+        InUseError: if another run is writing there.
+    """
+    from meshfold.train.run_folder import check_free
+
+    check_out(settings.out)
+    check_free(settings.out)
+    if os.path.isdir(settings.data) and os.path.realpath(settings.data) == os.path.realpath(settings.out):
+        raise Failure(
+            f"--out {settings.out!r} is the folder of --data: files of the run would lie among those to train on; write "
+            f"--out {_free(settings.out)}"
+        )
+    there = settings.checkpoints.there()
+    if there and not settings.resume:
+        raise Failure(
+            f"{there[0]} already exists: resume it with --resume, or start a new run with --out {_free(settings.out)}"
+        )
+
+
+def _free(out: str) -> str:
+    """Return the name of a folder beside this one that does not exist."""
+    return next(name for name in (f"{out.rstrip(os.sep)}{n}" for n in count(2)) if not os.path.exists(name))
+
+
 def check_folder(settings: TrainSettings, progress: Progress) -> None:
     """Check that the folder is writable and unused, and has a checkpoint exactly if the run resumes from one.
 
@@ -44,11 +81,9 @@ def check_folder(settings: TrainSettings, progress: Progress) -> None:
     """
     from meshfold.engine.checkpoints import Checkpoint
     from meshfold.engine.optimizers import OPTIMIZERS
-    from meshfold.train.run_folder import check_free, describe_changes, read_settings
+    from meshfold.train.run_folder import describe_changes, read_settings
 
-    check_out(settings.out)
-    check_free(settings.out)
-    there = settings.checkpoints.there()
+    check_unused(settings)
     if settings.resume:
         path = must_go_on(settings.out)
         found = Checkpoint(path)
@@ -62,9 +97,6 @@ def check_folder(settings: TrainSettings, progress: Progress) -> None:
             )
         for sentence in describe_changes(settings, read_settings(settings.out)):
             progress.say(sentence)
-    elif there:
-        free = next(name for name in (f"{settings.out}{n}" for n in count(2)) if not os.path.exists(name))
-        raise Failure(f"{there[0]} already exists: resume it with --resume, or start a new run with --out {free}")
 
 
 def must_go_on(out: str) -> Path:

@@ -154,7 +154,11 @@ def _documents(source: Path, extensions: tuple[str, ...], exclude: tuple[str, ..
     skipped = 0
     left_out = {"__pycache__", *exclude}
     for folder, folders, names in os.walk(source):
-        folders[:] = sorted(name for name in folders if name not in left_out and not name.startswith("."))
+        folders[:] = sorted(
+            name
+            for name in folders
+            if name not in left_out and not name.startswith(".") and not _is_run(Path(folder, name))
+        )
         for name in sorted(names):
             path = Path(folder, name)
             if name.startswith(".") or (extensions and not name.endswith(extensions)):
@@ -164,6 +168,11 @@ def _documents(source: Path, extensions: tuple[str, ...], exclude: tuple[str, ..
             else:
                 skipped += 1
     return found, skipped
+
+
+def _is_run(folder: Path) -> bool:
+    """Return True for the folder of a training run: what it writes must not become its own data when it resumes."""
+    return all((folder / name).is_file() for name in ("settings.json", "metrics.jsonl"))
 
 
 def _is_text(path: Path) -> bool:

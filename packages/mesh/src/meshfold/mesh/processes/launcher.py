@@ -27,8 +27,10 @@ from meshfold.mesh.processes import _bootstrap
 from meshfold.mesh.processes.environment import Environment
 from meshfold.mesh.processes.rank_processes import Failure, Rank, Signals, end, report, watch
 from meshfold.mesh.processes.rendezvous import serve_store
+from meshfold.mesh.spec.text import format_bytes
 
 _HOST = "127.0.0.1"
+_RANK_BYTES = 250 * 2**20  # a process's own memory after `import torch` and a small model, without shared libraries
 
 
 def launch(
@@ -157,8 +159,42 @@ def _check(argv: Sequence[str], ranks: int, port: int | None) -> None:
         raise LaunchError(f"nothing to run in {argv!r}: give ['script.py', ...] or ['-m', 'module', ...]")
     if argv[0] != "-m" and not Path(argv[0].partition("::")[0]).exists():
         raise LaunchError(f"there is no file {argv[0].partition('::')[0]!r} to run (in {os.getcwd()})")
+    check_room(ranks, _available_memory())
     if port is not None and not 0 <= port <= 65535:
         raise LaunchError(f"port {port} is not a port: use 1 to 65535, or leave it out for a free one")
+
+
+def check_room(ranks: int, available: int | None) -> None:
+    """Check that ranks fit in the memory of this machine; where they do not, the system would end processes of the user.
+
+    Args:
+        ranks: how many processes.
+        available: bytes; None if the system does not say.
+
+    Raises:
+        LaunchError: if they do not.
+    """
+    needed = ranks * _RANK_BYTES
+    if available is not None and needed > available:
+        fit = max(available // _RANK_BYTES, 1)
+        raise LaunchError(
+            f"cannot start {ranks} ranks: a process takes {format_bytes(_RANK_BYTES)} once it has imported torch, all of them "
+            f"{format_bytes(needed)}, and this machine has {format_bytes(available)} left. Start {fit} at most, or look at so "
+            f"many without processes: meshfold plan --ranks {ranks}"
+        )
+
+
+def _available_memory() -> int | None:
+    """Return the bytes that processes can still take on this machine, or in its container; None if the system does not say."""
+    found = []
+    with suppress(OSError, ValueError, StopIteration):
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        found.append(1024 * int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1]))
+    with suppress(OSError, ValueError):  # ValueError: "max", which is no limit
+        found.append(
+            int(Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii"))
+        )  # cached files count as used there
+    return min(found, default=None)
 
 
 def _host_store(port: int | None) -> tuple[Any, int]:

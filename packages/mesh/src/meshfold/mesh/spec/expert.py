@@ -111,9 +111,10 @@ class ExpertSpec:
         shown = sizes if len(axes) == 1 else f"{sizes} = {ranks}"
         entry = Entry(name="expert", value=self.to_dict())
         if self.tensor == 1:
+            larger = f"Write data={self.size} beside it, or size=1." if ranks == 1 else ""
             raise entry.error(
                 f"experts are spread over ranks along data, sequence and tensor, and size {self.size} does not divide {shown}.",
-                f"Write size={join_choices(divisors(ranks)[:12])}.",
+                larger or f"Write size={join_choices(divisors(ranks)[:12])}.",
             )
         fits = [(s, t) for s in divisors(ranks) for t in divisors(ranks // s) if t > 1]
         write = join_choices([f"expert=dict(size={s}, tensor={t})" for s, t in fits[:6]]) if fits else "a larger data"

@@ -44,7 +44,7 @@ class SequenceSpec:
     def parse(cls, value: object) -> SequenceSpec:
         """Check a dict with the keys mode, size, ulysses. Raises SpecError."""
         entry = Entry(name="sequence", value=value)
-        fields = entry.fields(KEYS, "sequence=dict(mode='ring', size=2)")
+        fields = entry.fields(KEYS, f"sequence=dict(mode='ring', size={meant(value) or 2})")
         if "mode" not in fields:
             raise entry.error("mode is missing.", f"Write mode={join_choices(repr(name) for name in MODES)}.")
         mode = _mode(entry, fields["mode"])
