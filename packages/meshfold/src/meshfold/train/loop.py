@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 
-from meshfold.checkpoint import CheckpointError
 from meshfold.data.corpus import Corpus, largest_id, open_corpus
 from meshfold.data.rows import Batches
 from meshfold.data.tokenizers import Tokenizer, load_tokenizer, tokenizer_of_model
@@ -36,8 +35,9 @@ from meshfold.train.metrics import MetricsFile, flops_per_token, open_trackers, 
 from meshfold.train.model_choice import ModelChoice, check_name, choose_model
 from meshfold.train.plots import can_plot, plot_loss
 from meshfold.train.progress import Progress
-from meshfold.train.run_folder import KeptCheckpoints, hold_folder, write_settings
-from meshfold.train.schedule import go_on, lr_schedule
+from meshfold.train.run_folder import hold_folder, write_settings
+from meshfold.train.saves import Saves
+from meshfold.train.schedule import lr_schedule
 from meshfold.train.settings import TrainSettings
 
 
@@ -146,13 +146,8 @@ def train(settings: TrainSettings, inputs: Inputs, progress: Progress) -> list[d
 def _train(engine: Engine, settings: TrainSettings, inputs: Inputs, progress: Progress) -> list[dict[str, Any]]:
     """Run :func:`train` with a given engine."""
     _describe(engine, progress)
-    first, checkpoints = 0, settings.checkpoints
-    path = checkpoints.place(0)
-    if settings.resume:
-        path = checkpoints.to_go_on_from() or path
-        _load(engine, settings, path)
-        first = engine.steps + engine.skipped_steps
-        progress.say(f"resuming from step {first} of {path}")
+    saves = Saves(engine, settings, progress)
+    first = saves.resume()
     if engine.mesh.rank == 0 and first < settings.last_step:
         write_settings(settings, engine.mesh.size("data"))
     metrics = MetricsFile(settings.metrics, keep=first, write=engine.mesh.rank == 0)
@@ -161,8 +156,7 @@ def _train(engine: Engine, settings: TrainSettings, inputs: Inputs, progress: Pr
     peak = settings.peak_tflops * 1e12 if settings.peak_tflops else peak_flops(engine.device, settings.precision)
     work = flops_of(inputs, settings) if peak else 0.0
 
-    saved, stopped, under_way = first, False, None
-    to_prune = settings.resume and engine.mesh.rank == 0  # the earlier run may have been killed before it could prune
+    stopped = False
     with closing(metrics), closing(progress):
         with GracefulStop(engine) as stop:
             for step in range(first + 1, settings.last_step + 1):
@@ -181,34 +175,23 @@ def _train(engine: Engine, settings: TrainSettings, inputs: Inputs, progress: Pr
                         f"warning: the loss of step {step} is {numbers['loss']}; a smaller --lr or --clip may help"
                     )
                 stopped = stop.now() and step < settings.last_step
-                if (
-                    not stopped
-                    and _due(step, settings.eval_every, settings.last_step)
-                    and (loss := evaluate(engine, inputs, settings)) is not None
-                ):
-                    metrics.add(step=step, validation_loss=loss)
-                    progress.say(f"step {step}: validation loss {loss:.4f}")
+                if not stopped and _due(step, settings.eval_every, settings.last_step):
+                    loss = evaluate(engine, inputs, settings)
+                    if loss is not None:
+                        metrics.add(step=step, validation_loss=loss)
+                        progress.say(f"step {step}: validation loss {loss:.4f}")
                 if stopped or _due(step, settings.save_every, settings.last_step):
-                    path = checkpoints.place(step)
-                    if engine.mesh.rank == 0 and (aside := checkpoints.make_room(step)) is not None:
-                        progress.say(f"warning: {path} is damaged, and is now {aside}")
-                    under_way = engine.save(path, asynchronous=settings.save_asynchronously)
-                    saved, to_prune = step, engine.mesh.rank == 0
-                if to_prune and (under_way is None or under_way.done):  # the newer checkpoint is complete
-                    _prune(checkpoints, progress)
-                    to_prune = False
+                    saves.save(step)
+                saves.prune()
                 if stopped:
                     break
-        if under_way is not None:
-            under_way.wait()
-        if to_prune:
-            _prune(checkpoints, progress)
+        saves.finish()
 
     if stopped:
-        progress.say(f"stopped on request after step {saved}, checkpoint: {path}; resume with --resume")
+        progress.say(f"stopped on request after step {saves.step}, checkpoint: {saves.path}; resume with --resume")
         return metrics.rows
-    if saved > first:
-        progress.say(f"checkpoint: {path}")
+    if saves.step > first:
+        progress.say(f"checkpoint: {saves.path}")
         if engine.mesh.rank == 0:
             _draw(settings, inputs, progress)
     else:
@@ -234,24 +217,6 @@ def _write_sample(engine: Engine, settings: TrainSettings, inputs: Inputs, progr
         if engine.mesh.rank == 0:
             (Path(settings.out) / "sample.txt").write_text(text, encoding="utf-8")
         progress.say(f"\na sample of what it writes after {settings.prompt!r}:\n\n{text}\n")
-
-
-def _load(engine: Engine, settings: TrainSettings, path: Path) -> None:
-    """Load the checkpoint, but take learning rate and weight decay from the settings."""
-    assert engine.optimizer is not None and engine.lr_scheduler is not None  # train gives both
-    decay = [group["weight_decay"] for group in engine.optimizer.param_groups]
-    engine.load(path)
-    for group, wanted in zip(engine.optimizer.param_groups, decay, strict=True):
-        group["weight_decay"] = wanted
-    go_on(engine.lr_scheduler, step=engine.steps, lr=settings.lr)
-
-
-def _prune(checkpoints: KeptCheckpoints, progress: Progress) -> None:
-    """Remove older checkpoints; failing to remove one does not stop the run."""
-    try:
-        checkpoints.prune()
-    except CheckpointError as error:
-        progress.say(f"warning: {error}")
 
 
 def optimizer_of(settings: TrainSettings) -> dict[str, Any]:
