@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from meshfold.mesh import Mesh, ParallelSpec
 from meshfold.mesh.spec import ZeroSpec
 from meshfold.mesh.testing import ranks
 from meshfold.models import build, preset
-from meshfold.planner import MACHINES, Estimate, estimate, find_machine, step_times
+from meshfold.planner import MACHINES, Estimate, estimate, find_machine, step_speed, step_times
 from meshfold.planner.report import memory_table
 from meshfold.zero_gemini.planner import GiB, MiB, timeline
 
@@ -330,3 +331,36 @@ def test_what_does_not_fit_is_said(capsys: pytest.CaptureFixture[str]) -> None:
 def test_memory_table_says_where_the_rest_is() -> None:
     shown = memory_table(planned(dict(placement="cpu")))
     assert "host" in shown and "master weights" not in shown
+
+
+@pytest.mark.parametrize(
+    ("parallel", "zero", "accumulate", "each"),
+    [
+        ({}, dict(stage=3), 1, 2 + 2),  # a process alone keeps them as they are
+        (dict(data=2), dict(stage=3), 1, 2 + 4),
+        (dict(data=2), dict(stage=1), 2, 2 * (2 + 2 * 4)),  # added to those of the micro-step before
+        (dict(data=2), dict(stage=3, transport="push"), 1, 0),  # copy engines take them from where they are
+    ],
+)
+def test_gradients_are_copied_into_their_chunks(
+    parallel: dict[str, Any], zero: dict[str, Any], accumulate: int, each: int
+) -> None:
+    found = planned({**zero, "placement": "cuda"}, parallel, accumulate=accumulate)
+    names = ("grad_pass.write_gradient", "aten._foreach_copy")
+    copies = {
+        one: count for one, count in found.work.operators.items() if one.name in names and one.phase == "backward"
+    }
+    assert sum(one.bytes * count for one, count in copies.items()) == each * found.local_parameters
+
+
+def test_parameters_of_early_stages_are_gathered_when_no_compute_is_left() -> None:
+    machine = replace(find_machine("h100x8"), latency=0.0)
+    waited = [
+        step_times(planned(dict(stage=stage), dict(data=2), machine=machine), machine, "bf16").late
+        for stage in (1, 2, 3)
+    ]
+    found = planned(dict(stage=1), dict(data=2), machine=machine)
+    gathered = sum(sent.bytes for sent in found.traffic if sent.phase == "parameters") / machine.inside
+    assert waited == [pytest.approx(gathered), pytest.approx(gathered), 0.0]
+    assert found.plan is not None and gathered > 0
+    assert step_speed(found, machine, "bf16").seconds >= found.plan.seconds + gathered

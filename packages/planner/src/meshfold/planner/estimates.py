@@ -223,7 +223,8 @@ class Times:
         busy: compute and traffic of ``tensor`` together: they overlap while the device waits for the host. None: they do not.
         host: launches of all operators, of the optimizer's step too.
         hidden: share of data traffic that compute hides while both run.
-        late: of data traffic, gradients that are complete only when no compute is left, as in the pipeline stage that ends last.
+        late: of data traffic, what travels when no compute is left: gradients of a pipeline's stage that ends last, and parameters
+            that ``zero`` gathers after the optimizer's step.
     """
 
     compute: float
@@ -289,7 +290,7 @@ def step_speed(found: Estimate, machine: Machine, precision: str) -> StepSpeed:
         seconds = (
             times.overlapped
             if found.plan is None
-            else max(found.plan.seconds + times.exposed, times.compute, times.host)
+            else max(found.plan.seconds + times.exposed + times.late, times.compute, times.host)
         )
     own = found.work.flop - found.work.repeated_flop
     return StepSpeed(
@@ -302,13 +303,14 @@ def step_speed(found: Estimate, machine: Machine, precision: str) -> StepSpeed:
 def step_times(found: Estimate, machine: Machine, precision: str) -> Times:
     """Return the seconds that a step takes on a machine, by purpose."""
     mesh = Mesh(found.spec.axes, rank=0)
-    spent, gradients = {"forward": 0.0, "backward": 0.0, "data": 0.0}, 0.0
+    spent, late = {"forward": 0.0, "backward": 0.0, "data": 0.0}, 0.0
+    shares = _late_shares(found)
     for entry in found.traffic:
         rate = machine.slowest(mesh, entry.axes, entry.kind)
         seconds = machine.message_seconds(entry.kind, entry.bytes, rate, calls=entry.calls)
         hidden = entry.phase in ("weights", "gradients", "parameters")
         spent["data" if hidden else "backward" if entry.phase == "backward" else "forward"] += seconds
-        gradients += seconds * (entry.phase == "gradients")
+        late += seconds * shares.get(entry.phase, 0.0)
     phases = found.work.phases(machine, precision)
     waits = spent["forward"], spent["backward"]
     return Times(
@@ -319,18 +321,21 @@ def step_times(found: Estimate, machine: Machine, precision: str) -> Times:
         busy=phases.waiting(*waits).seconds,
         host=phases.host + found.updated * machine.launches.parameter,
         hidden=1.0 if _is_pushed(found.spec) else machine.efficiency.hidden,
-        late=gradients * _late_share(found),
+        late=late,
     )
 
 
-def _late_share(found: Estimate) -> float:
-    """Return the share of a rank's gradients that are complete only at the end of a schedule, without ``zero``.
+def _late_shares(found: Estimate) -> dict[str, float]:
+    """Return the share of a rank's traffic that travels when no compute is left, by phase.
 
-    A stage's gradients are complete with its last micro-batch. The first rank ends last, with one of its stages.
+    Without ``zero``, a pipeline's gradients: a stage's are complete with its last micro-batch, and the first rank ends last, with
+    one of its stages. Under ``zero``, parameters of stages 1 and 2: they are gathered once all chunks are stepped.
     """
-    if found.pipeline is None or found.spec.pipeline is None or found.spec.zero is not None:
-        return 0.0
-    return found.spec.pipeline.size / len(found.pipeline.stages)
+    if found.spec.zero is not None:
+        return {"parameters": 1.0} if found.spec.zero.stage < 3 else {}
+    if found.pipeline is None or found.spec.pipeline is None:
+        return {}
+    return {"gradients": found.spec.pipeline.size / len(found.pipeline.stages)}
 
 
 def _is_pushed(spec: ParallelSpec) -> bool:

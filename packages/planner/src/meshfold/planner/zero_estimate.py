@@ -28,6 +28,7 @@ from meshfold.mesh.collectives.push import bytes_of_channel, channel_bytes, push
 from meshfold.mesh.model_io import DryRun, OperatorCounter
 from meshfold.mesh.spec import ZeroSpec
 from meshfold.planner.clock import Work, kernels_of, operator_seconds
+from meshfold.planner.collected_gradients import moved_bytes, taking
 from meshfold.planner.estimate_settings import EstimateSettings
 from meshfold.planner.estimates import MOMENTS, Memory, StepEstimate
 from meshfold.planner.machines import Machine
@@ -68,11 +69,13 @@ def estimate_zero(
     ranks, local = world.data_size, min(machine.devices, world.mesh.world_size)
     tokens = settings.tokens // ranks
     blocks = engine.recomputed_blocks if settings.recompute == "auto" else None
+    regime = regime_of(spec, precision, accumulation=accumulation, ranks=ranks, moments=moments)
+    each = moved_bytes(spec, regime, ranks=ranks, accumulation=accumulation)
 
     def traced() -> tuple[Trace, OperatorCounter, Log]:
         with record() as log:
             trace, counted = trace_without_values(
-                engine.model, lambda: micro_step(log), stand_in, machine, precision, blocks
+                engine.model, lambda: micro_step(log), stand_in, machine, precision, blocks, (each, regime)
             )
         return with_collectives(trace, log, world.mesh, machine), counted, log
 
@@ -89,7 +92,7 @@ def estimate_zero(
             pushed=pushed_on(machine, world.mesh, spec.transport),
         ),
         name=settings.name,
-        regime=regime_of(spec, precision, accumulation=accumulation, ranks=ranks, moments=moments),
+        regime=regime,
         tokens=tokens,
         stage=spec.stage,
         accumulation=accumulation,
@@ -161,7 +164,8 @@ def trace_without_values(
     stand_in: DryRun,
     machine: Machine,
     precision: Precision,
-    blocks: RecomputedBlocks | None = None,
+    blocks: RecomputedBlocks | None,
+    collected: tuple[float, Regime],
 ) -> tuple[Trace, OperatorCounter]:
     """Return a trace of a model on the meta device with a machine's rates, and the operators that were counted.
 
@@ -172,11 +176,13 @@ def trace_without_values(
         machine: its rates are used.
         precision: of the model.
         blocks: their recomputation is observed.
+        collected: bytes moved to put an element's gradient into its chunk, and those that elements take.
     """
     live = LiveBytes(base_bytes=fixed_bytes(model, machine.kind), round_bytes=allocation_bytes(machine.kind))
     clock = OperatorClock(lambda operator: operator_seconds(operator, machine, precision.name))
+    arrive = taking(clock.note, *collected)
     handles = [
-        parameter.register_post_accumulate_grad_hook(release_gradient)
+        parameter.register_post_accumulate_grad_hook(arrive)
         for parameter in model.parameters()
         if parameter.requires_grad
     ]
@@ -195,11 +201,6 @@ def trace_without_values(
         for handle in handles:
             handle.remove()
     return tracer.trace(), clock
-
-
-def release_gradient(parameter: Tensor) -> None:
-    """Drop a gradient as soon as it has arrived, as chunks do."""
-    parameter.grad = None
 
 
 def with_collectives(trace: Trace, log: Log, mesh: Mesh, machine: Machine) -> Trace:
@@ -362,8 +363,11 @@ def stage_problem(
     """
     spec, machine, precision = zero_of(settings), settings.machine, settings.parameter_precision
     local = min(machine.devices, world.mesh.world_size)
+    accumulation, ranks = max(2, settings.accumulate), world.data_size
+    regime = regime_of(spec, precision, accumulation=accumulation, ranks=ranks, moments=MOMENTS[settings.optimizer])
+    each = moved_bytes(spec, regime, ranks=ranks, accumulation=accumulation)
     with record() as log:
-        trace, _ = trace_without_values(model, rehearse, stand_in, machine, precision, blocks)
+        trace, _ = trace_without_values(model, rehearse, stand_in, machine, precision, blocks, (each, regime))
     chunks = chunk_uses(
         model,
         world.mesh,
@@ -378,13 +382,7 @@ def stage_problem(
         chunks=chunks,
         spec=spec,
         world=world,
-        regime=regime_of(
-            spec,
-            precision,
-            accumulation=max(2, settings.accumulate),
-            ranks=world.data_size,
-            moments=MOMENTS[settings.optimizer],
-        ),
+        regime=regime,
         rates=machine.rates(precision.name, mesh=world.mesh, axes=world.outer_axes, ranks=local),
         tokens=settings.tokens // world.data_size,
         accumulation=settings.accumulate,

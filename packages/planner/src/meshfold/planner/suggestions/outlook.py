@@ -18,39 +18,16 @@ from meshfold.mesh import ParallelSpec
 from meshfold.mesh.spec import ZeroSpec
 from meshfold.pipeline import Costs, schedule, simulate_costs
 from meshfold.planner.clock import Phases, Work, optimizer_seconds
+from meshfold.planner.collected_gradients import copy_seconds, moved_bytes
 from meshfold.planner.estimates import MOMENTS, Memory
 from meshfold.planner.machines import Machine
 from meshfold.planner.step_bytes import workspace_bytes
 from meshfold.planner.suggestions.layouts import Candidate
 from meshfold.planner.suggestions.profile import Message, Part, Profile, Step
 from meshfold.planner.suggestions.rank_bytes import RankBytes
+from meshfold.planner.suggestions.seconds import Seconds
 from meshfold.planner.suggestions.stages import idle_share, rank_of
 from meshfold.zero_gemini.planner import Regime
-
-
-@dataclass(frozen=True, slots=True)
-class Seconds:
-    """Seconds of a phase: operators in turn, their launches by the host, and messages that they wait for."""
-
-    in_turn: float
-    launches: float
-    waits: float
-
-    @property
-    def apart(self) -> float:
-        """Seconds of operators and messages if launching took no time, as the plan of ``zero`` has it."""
-        return self.in_turn + self.waits
-
-    @property
-    def spent(self) -> float:
-        """Seconds of operators and messages, or as long as the host needs to launch them."""
-        return max(self.apart, self.launches)
-
-    def __add__(self, other: Seconds) -> Seconds:
-        return Seconds(self.in_turn + other.in_turn, self.launches + other.launches, self.waits + other.waits)
-
-    def __mul__(self, times: float) -> Seconds:
-        return Seconds(self.in_turn * times, self.launches * times, self.waits * times)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,6 +194,7 @@ class _Reckoning:
             blocks, idle = self.shape.blocks, 0.0
             forward, backward = (one * blocks + other for one, other in (ahead, back))
             forward += Seconds(0.0, 0.0, self._exchanged())
+            backward += self._collecting(held)
             ending = self._ending(held)
         else:
             forward, backward, idle, live = self._pipelined(ahead, back, simulate=simulate)
@@ -243,7 +221,7 @@ class _Reckoning:
             offload = self._offload(memory, busy)
             chunks = self._with_chunks(forward.apart, backward.apart, optimizer, held)
             busiest = max(busy, hidden, chunks) if self.stages > 1 else chunks
-            seconds = max(busiest + exposed, compute, host)
+            seconds = max(busiest + exposed + late, compute, host)
             seconds += offload
         return Outlook(
             seconds=seconds,
@@ -272,6 +250,19 @@ class _Reckoning:
     def _sums(self, part: Part) -> Seconds:
         """Return a micro-step's seconds of adding up gradients, without ``zero``."""
         return Seconds(0.0, 0.0, 0.0) if self.zero is not None else self.clock.seconds_of(part, 0, "summed")
+
+    def _collecting(self, held: Memory) -> Seconds:
+        """Return a micro-step's seconds of copies of gradients into chunks."""
+        if self.zero is None:
+            return Seconds(0.0, 0.0, 0.0)
+        regime, machine, parts = (
+            self.bytes.regime,
+            self.machine,
+            (self.profile.block.updated, self.profile.rest.updated),
+        )
+        each = moved_bytes(self.zero, regime, ranks=self.ranks, accumulation=self.micro)
+        launches = (self.shape.blocks * parts[0] + parts[1]) * machine.launches.backward * bool(each)
+        return Seconds(copy_seconds(self.bytes.elements(held), each, regime, machine), launches, 0.0)
 
     def _exchanged(self) -> float:
         """Return a micro-step's seconds of messages that a layout of one data rank lacks: numbers of tokens, and the loss."""
@@ -331,7 +322,13 @@ class _Reckoning:
         return self.clock.messages(self.axes, "all_reduce", self.outer, sent, calls)
 
     def _late(self, held: Memory) -> float:
-        """Return the seconds of gradients that are summed when a pipeline's schedule has ended, without ``zero``."""
+        """Return the seconds of messages when no compute is left.
+
+        Without ``zero``: gradients that are summed when a pipeline's schedule has ended. In its stages 1 and 2: parameters that are
+        gathered after the optimizer's step.
+        """
+        if self.zero is not None and self.zero.stage < 3 and self.ranks > 1:
+            return self._collectives(held)[0] + (max(self.bytes.of_ranks) + 2) * self.machine.latency
         if self.stages == 1 or self.ranks == 1 or self.zero is not None or self.spec.expert is not None:
             return 0.0
         return self._reduction(held) * self.stages / len(self.counts)

@@ -26,11 +26,11 @@ from meshfold.mesh import Entry, MeshfoldError, ParallelSpec, SpecError, record
 from meshfold.mesh.model_io import DryRun, LiveBytes, Operator, OperatorCounter, saved_for_backward
 from meshfold.mesh.processes import start_fake
 from meshfold.planner.clock import Work, kernels_of
+from meshfold.planner.collected_gradients import release_gradient
 from meshfold.planner.estimates import Memory
 from meshfold.planner.planner import run_micro_step
 from meshfold.planner.step_bytes import allocation_bytes
 from meshfold.planner.suggestions.shape import Shape
-from meshfold.planner.zero_estimate import release_gradient
 from meshfold.tensor_parallel.convert import row_multiple
 
 _ROWS = (1, 4, 16)
