@@ -6,9 +6,13 @@ import argparse
 import json
 import os
 import sys
+from typing import TYPE_CHECKING
 
 from meshfold.cli.arguments import Failure, check_file, positive
 from meshfold.cli.machine_options import chosen_machine
+
+if TYPE_CHECKING:
+    from meshfold.folding import FoldingOutline
 
 PREFIX = "folding:"
 _ONLY = {
@@ -83,17 +87,7 @@ def plan_folding_model(arguments: argparse.Namespace) -> int:
     Raises:
         Failure: for arguments that folding models do not take, without ``--residues``, and if nothing fits.
     """
-    for key, option in _NEVER.items():
-        if getattr(arguments, key):
-            raise Failure(
-                f"{option} is not for folding models: they take --residues, --gpus, --sequences and --training"
-            )
-    if arguments.parallel != ["dict()"]:
-        raise Failure("--parallel is what the plan of a folding model answers: leave it out, and give --gpus 1,2,4,8")
-    if not arguments.residues:
-        raise Failure("a folding model needs the lengths of chains: add --residues 512,1024,2048")
-    check_file("--plot", arguments.plot)
-    from meshfold.folding import find_outline
+    _check_arguments(arguments)
     from meshfold.planner.folding import (
         FoldingOption,
         draw_folding,
@@ -105,13 +99,7 @@ def plan_folding_model(arguments: argparse.Namespace) -> int:
     )
 
     machine = chosen_machine(arguments, arguments.machine or "h200x8")
-    name = arguments.model or arguments.hf
-    if name.startswith(PREFIX):
-        outline = find_outline(name)
-    else:
-        from meshfold.huggingface import outline_folding
-
-        outline = outline_folding(name, f"--model {name!r}")
+    outline = _outline_of(arguments.model or arguments.hf)
     over = sys.stderr.isatty()
 
     def announce(option: FoldingOption) -> None:
@@ -155,6 +143,31 @@ def plan_folding_model(arguments: argparse.Namespace) -> int:
             code=1,
         )
     return 0
+
+
+def _check_arguments(arguments: argparse.Namespace) -> None:
+    """Refuse arguments that folding models do not take, and a plan without lengths of chains."""
+    for key, option in _NEVER.items():
+        if getattr(arguments, key):
+            raise Failure(
+                f"{option} is not for folding models: they take --residues, --gpus, --sequences and --training"
+            )
+    if arguments.parallel != ["dict()"]:
+        raise Failure("--parallel is what the plan of a folding model answers: leave it out, and give --gpus 1,2,4,8")
+    if not arguments.residues:
+        raise Failure("a folding model needs the lengths of chains: add --residues 512,1024,2048")
+    check_file("--plot", arguments.plot)
+
+
+def _outline_of(name: str) -> FoldingOutline:
+    """Return the outline of a preset, or of a folder's model."""
+    if name.startswith(PREFIX):
+        from meshfold.folding import find_outline
+
+        return find_outline(name)
+    from meshfold.huggingface import outline_folding
+
+    return outline_folding(name, f"--model {name!r}")
 
 
 def _counts(text: str) -> list[int]:
