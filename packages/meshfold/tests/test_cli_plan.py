@@ -346,7 +346,7 @@ def test_a_folding_model_is_planned_over_residues_and_gpus(
         ("--ranks", "4"): "--ranks is not for folding models",
         ("--residues", "12,x"): "'12,x' is not a list of whole numbers from 1 up",
         ("--model", "folding:esmfld"): "no folding model 'folding:esmfld'. Did you mean 'folding:esmfold'?",
-        ("--model", "gpt-tiny"): "--residues is for folding models, and this is --model gpt-tiny",
+        ("--model", "gpt-tiny"): "--residues is for folding models, and --model is gpt-tiny",
     }
     for words, message in refusals.items():
         try:
