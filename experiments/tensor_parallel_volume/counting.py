@@ -185,12 +185,8 @@ def _layer_rest(mode: Mode, mesh: Mesh, config: GPTConfig, tokens: int) -> Rest:
     rows, width = tokens // mesh.size(*residual["m"]), config.hidden // mesh.size(*residual["h"])
     heads = mesh.size(*hidden["n"])
     norm: Rest = [
-        (
-            "forward",
-            "all_gather",
-            residual["h"],
-            2 * rows * mesh.size(*residual["h"]),
-        ),  # mean and variance of each rank
+        # mean and variance of each rank
+        ("forward", "all_gather", residual["h"], 2 * rows * mesh.size(*residual["h"])),
         ("backward", "all_reduce", residual["h"], 2 * rows),  # two sums of the row's gradient
         ("backward", "all_reduce", residual["m"], width),  # gradient of the weight
         ("backward", "all_reduce", residual["m"], width),  # gradient of the bias

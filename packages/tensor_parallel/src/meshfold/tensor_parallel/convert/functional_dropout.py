@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 
 from meshfold.mesh.tracking import tracker, untracked
 from meshfold.tensor_parallel.layers.attention import attention
 from meshfold.tensor_parallel.layers.base import OnMesh
 from meshfold.tensor_parallel.layers.dropout import Dropout
+from meshfold.tensor_parallel.layers.redirection import Redirection
 
 
 def has_functional_dropout(model: nn.Module) -> bool:
@@ -39,7 +39,7 @@ def has_functional_dropout(model: nn.Module) -> bool:
     return False
 
 
-class FunctionalDropout(TorchFunctionMode):
+class FunctionalDropout(Redirection):
     """Function mode that redirects dropout calls while a model runs, to the :class:`Dropout` of the part that runs."""
 
     def __init__(self) -> None:

@@ -41,6 +41,7 @@ from meshfold.tensor_parallel.layers.base import (
 )
 from meshfold.tensor_parallel.layers.head_exchange import HeadExchange
 from meshfold.tensor_parallel.layers.input_adapters import InputAdapter, as_given, flattened, rows_taken
+from meshfold.tensor_parallel.layers.redirection import unredirected
 from meshfold.tensor_parallel.layers.repeated_spans import bind_sum_repeated, repeated_spans
 from meshfold.tensor_parallel.lowerings.gather import turns_weight
 from meshfold.tensor_parallel.matmul import (
@@ -330,6 +331,7 @@ class Linear(ShardedLayer):
             else:
                 torch.autograd.backward(operand, dw)
 
+    @unredirected
     def forward(self, x: Tensor) -> Tensor:
         weight = to_autocast_dtype(self._sum_weight(self.weight))
         x, lead = self.input_adapter(x)

@@ -27,6 +27,7 @@ from meshfold.tensor_parallel.layers.base import (
     to_norm_dtype,
     without_autocast,
 )
+from meshfold.tensor_parallel.layers.redirection import unredirected
 from meshfold.tensor_parallel.layers.repeated_spans import bind_sum_repeated, repeated_spans
 from meshfold.tensor_parallel.modes import Mode, find_mode, split_evenly
 from meshfold.tensor_parallel.module_kinds import eps_for, norm_eps, norm_kind, norm_offset, norm_size, norms_by_head
@@ -137,6 +138,7 @@ class RMSNorm(_Norm):
         key = ("rms_norm", self.columns, self._counted, eps)
         return self.mesh.once(key, lambda: bind_rms_norm(self.mesh, self.columns, self._counted, eps))
 
+    @unredirected
     def forward(self, x: Tensor) -> Tensor:
         return self._normalised(x, self._factor())
 
@@ -166,6 +168,7 @@ class LayerNorm(_Norm):
         key = ("layer_norm", self.columns, self._counted, eps)
         return self.mesh.once(key, lambda: bind_layer_norm(self.mesh, self.columns, self._counted, eps))
 
+    @unredirected
     def forward(self, x: Tensor) -> Tensor:
         return self._normalised(to_norm_dtype(x), self._factor(), self._entered(self.bias))
 
@@ -197,6 +200,7 @@ class HeadNorm(ShardedLayer):
         self._enter = bind_enter(mesh, self.summed)
         self.train(module.training)
 
+    @unredirected
     def forward(self, x: Tensor) -> Tensor:
         weight, bias = (None if p is None else self._enter(p) for p in (self.weight, self.bias))
         return self.normalised(x, weight, bias)
@@ -236,6 +240,7 @@ class HeadNorms(ShardedLayer):
         self._enter = bind_enter(mesh, self.summed)
         self.train(module.training)
 
+    @unredirected
     def forward(self, x: Tensor) -> Tensor:
         if x.dim() != 4 or x.shape[1] != len(self.own):
             raise LayoutError(f"norms of {len(self.own)} heads, the second of four dims, are given {list(x.shape)}")

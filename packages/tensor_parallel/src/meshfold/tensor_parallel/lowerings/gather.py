@@ -129,8 +129,10 @@ def _block_axis(plan: MatmulPlan, mesh: Mesh) -> str:
 def _multiply_blocks(x: Tensor, w: Tensor) -> Tensor:
     """Compute ``y = x wᵀ`` from blocks of x along k: ``g m k, n (g k) -> m n``. Only some rows of x are joined at a time."""
     rows = x.shape[1]
-    y = x.new_empty(rows, w.shape[0])
     step = max(_COPIED_ROWS, -(-rows // 4))
+    if rows <= step:
+        return wide_reshape(x.movedim(0, 1), (-1, w.shape[1])) @ w.t()
+    y = x.new_empty(rows, w.shape[0])
     for start in range(0, rows, step):
         part = wide_reshape(x[:, start : start + step].movedim(0, 1), (-1, w.shape[1]))
         torch.mm(part, w.t(), out=y[start : start + step])
