@@ -165,7 +165,9 @@ def fp8_product(a: Fp8Tensor, b: Fp8Tensor, *, dtype: torch.dtype = torch.bfloat
         return tiled_product(a, b, dtype)
     by_row = a.inverse.dim() > 0
     left, right = a.inverse, b.inverse.t() if by_row else b.inverse
-    if not by_row and a.values.device.type == "cpu":
+    if a.values.device.type == "cpu":
+        if not _cpu_scales_rows():
+            return (a.values.float() @ b.values.float().t() * left * right).to(dtype)
         # oneDNN takes one scale for a tensor, and without fp8 in the processor multiplies 300 times as slowly as torch's own loop.
         left = left.expand(a.values.shape[0], 1).contiguous()
         right = right.expand(1, b.values.shape[0]).contiguous()
@@ -177,6 +179,22 @@ def fp8_product(a: Fp8Tensor, b: Fp8Tensor, *, dtype: torch.dtype = torch.bfloat
         out_dtype=dtype,
         use_fast_accum=fast,
     )
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _cpu_scales_rows() -> bool:
+    """Return True if torch multiplies fp8 with scales of rows on a CPU; torch 2.11 takes one scale for a tensor."""
+    return _try_scales_of_rows()
+
+
+@functools.cache
+def _try_scales_of_rows() -> bool:
+    values, scales = torch.zeros(16, 16, dtype=torch.float8_e4m3fn), torch.ones(16, 1)
+    try:
+        torch._scaled_mm(values, values.t(), scale_a=scales, scale_b=scales.t().contiguous(), out_dtype=torch.bfloat16)
+    except RuntimeError:
+        return False
+    return True
 
 
 class Fp8Casts:

@@ -36,7 +36,7 @@ def applied(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     transforms: Callable[[], bool] = torch._C._are_functorch_transforms_active
 
     def apply(*arguments: Any) -> Any:
-        if transforms():
+        if torch.compiler.is_compiling() or transforms():  # torch 2.11 compiles no other name of it
             return function.apply(*arguments)
         if _function_modes() and not _dispatch_modes():
             with torch._C.DisableTorchFunction():

@@ -153,6 +153,6 @@ def _times(rows: Tensor, matrices: Tensor, ends: Tensor, turned: bool) -> Tensor
         WIDE=_WIDE,
         DEEP=_DEEP,
         num_warps=8,
-        num_stages=3,
+        num_stages=4,
     )
     return y

@@ -151,8 +151,10 @@ def summed(rows: Tensor, pairs: Tensor, places: Tensor, weights: Tensor | None) 
     kept = rows.to(dtype).masked_fill(_unnamed(pairs, places).unsqueeze(1), 0.0)
     if weights is not None:
         kept = kept * weights.to(dtype).flatten().index_select(0, pairs).unsqueeze(1)
-    y = torch.zeros(tokens, rows.shape[1], dtype=dtype, device=rows.device)
-    return y.index_add_(0, pairs // each, kept).to(rows.dtype)
+    # torch 2.11 compiles an autograd function whose result was changed in place, or passed through a `to` without effect, to one
+    # whose gradient is zero.
+    y = torch.zeros(tokens, rows.shape[1], dtype=dtype, device=rows.device).index_add(0, pairs // each, kept)
+    return y if y.dtype is rows.dtype else y.to(rows.dtype)
 
 
 def sum_gradients(dy: Tensor, rows: Tensor, pairs: Tensor, places: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:

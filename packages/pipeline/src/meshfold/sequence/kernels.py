@@ -148,7 +148,8 @@ class FlashCPU:
         out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
             *_turned(x.q, x.k, x.v), 0.0, x.causal, attn_mask=None, scale=x.scale
         )
-        return out.transpose(1, 2), lse
+        # torch 2.11 tells the compiler that it is float32 for float64, too.
+        return out.transpose(1, 2), lse.to(torch.promote_types(out.dtype, torch.float32))
 
     def backward(self, x: Pairs, dout: Tensor, out: Tensor, lse: Tensor) -> Gradients:
         # The kernel expects the log-sum-exp as its forward writes it: b s heads.
