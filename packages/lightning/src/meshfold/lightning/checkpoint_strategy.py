@@ -21,6 +21,7 @@ from meshfold.lightning.checkpoints import (
 )
 from meshfold.lightning.session import Session
 from meshfold.lightning.strategy_processes import ProcessStrategy
+from meshfold.mesh.parameters import RefusingParameter
 
 SESSION = "_meshfold_session"
 """Attribute of a module that keeps its session."""
@@ -68,7 +69,8 @@ class CheckpointStrategy(ProcessStrategy):
                 on rank 0 for checkpoints in files; for folders this rank's own blocks, which are written directly.
         """
         if rank_zero_only is None and self._checkpoints == "folder":
-            return dict(self._on_mesh.module.state_dict())
+            own = self._on_mesh.module.state_dict(keep_vars=True)
+            return {name: value.detach() if _can_be_read(value) else value for name, value in own.items()}
         return self.full_state_dict(rank_zero_only=rank_zero_only is not False)
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
@@ -125,3 +127,8 @@ class CheckpointStrategy(ProcessStrategy):
             CheckpointError: for the state of others.
         """
         load_optimizers(self._on_mesh, checkpoint["optimizer_states"])
+
+
+def _can_be_read(value: object) -> bool:
+    """Return True for a tensor that has its values now: no parameter that ZeRO stage 3 has released."""
+    return isinstance(value, Tensor) and not isinstance(value, RefusingParameter)

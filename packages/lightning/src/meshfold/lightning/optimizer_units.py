@@ -19,6 +19,7 @@ from meshfold.engine.precision import LossScaler, Masters, Precision, cast_rest,
 from meshfold.engine.states import Accumulation, PlainStates, Source, States, source_like
 from meshfold.engine.world import World
 from meshfold.mesh import SpecError
+from meshfold.mesh.parameters import give
 
 if TYPE_CHECKING:
     from meshfold.zero_gemini import BackwardRole
@@ -316,7 +317,7 @@ class ReplicatedUnits:
             masters = unit.states.masters
             back: dict[Tensor, Tensor] = {masters.of(p): p for p in unit.parameters.values()}
             for master, parameter in back.items():
-                parameter.data = master.detach()
+                give(parameter, master.detach())
             if unit.optimizer is not None:
                 added = [group["params"] for group in unit.optimizer.param_groups[len(unit.given) :]]
                 groups = [[by_name[name] for name in names] for names in unit.given]

@@ -375,6 +375,7 @@ class Gemini(ChunkedModel):
         if self._runtime.needs_memory is not None:
             self._runtime.needs_memory(True)
         self.flush()
+        self.take_written()
         self.forget()
         self._runtime.rest()
         try:
@@ -441,4 +442,4 @@ class Gemini(ChunkedModel):
             if self._stepper is not None:
                 self._stepper.close()
             for chunk in self.chunks:
-                chunk.drop_step()
+                chunk.close()

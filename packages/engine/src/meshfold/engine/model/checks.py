@@ -201,7 +201,7 @@ def _no_state_of_shards(module: nn.Module, prefix: str, keep_vars: bool) -> None
 
 
 def _no_state_into_shards(module: nn.Module, *rest: Any) -> None:
-    if any(parameter is not None and parameter.data.numel() == 0 for parameter in module._parameters.values()):
+    if any(parameter is not None and parameter.shape.numel() == 0 for parameter in module._parameters.values()):
         raise TrainingError(
             f"state_dict() or load_state_dict() of a model under zero=dict(stage=3): parameters are empty between uses, now those "
             f"of a {type(module).__name__}. Call engine.full_state_dict() or engine.load_state_dict(state) on all ranks"
@@ -257,7 +257,7 @@ def _is_partial(parameter: nn.Parameter) -> bool:
     meta = metadata(parameter)
     if meta is None:
         return False
-    gone = parameter.data.numel() == 0 and 0 not in meta.placement.shape
+    gone = parameter.shape.numel() == 0 and 0 not in meta.placement.shape
     split = meta.mesh.is_closed and meta.mesh.size(*meta.placement.split_axes) > 1
     return gone or split or meta.mesh.size(*meta.only_at) > 1
 

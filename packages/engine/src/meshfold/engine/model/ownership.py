@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary, ref
 from torch import Tensor, nn
 
 from meshfold.mesh import SpecError
+from meshfold.mesh.parameters import give, values_of
 
 
 class Claim:
@@ -135,13 +136,16 @@ class _Tensor:
     """Snapshot of a parameter's or buffer's memory, gradient, hooks and attributes."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self._tensor, self._data, self._gradient = tensor, tensor.data, tensor.grad
+        self._tensor, self._data, self._gradient = tensor, values_of(tensor), tensor.grad
+        self._kind = type(tensor)
         self._trained, self._attributes = tensor.requires_grad, dict(tensor.__dict__)
         self._hooks = {name: dict(getattr(tensor, name) or {}) for name in _HOOKS}
 
     def put_back(self) -> None:
         tensor = self._tensor
-        tensor.data = self._data
+        give(tensor, self._data)
+        if tensor.__class__ is not self._kind:
+            tensor.__class__ = self._kind
         tensor.grad = self._gradient
         if tensor.requires_grad is not self._trained:
             tensor.requires_grad_(self._trained)

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from meshfold.engine.precision.fp8 import FP8_KEYS, Fp8Settings
 from meshfold.engine.precision_names import precision_name
 from meshfold.mesh import SpecError, annotate, metadata
+from meshfold.mesh.parameters import settle, unwatch, was_written, watch, with_written
 from meshfold.mesh.spec import argument_checks as settings
 
 __all__ = ["Fp8Settings", "LossScaler", "Masters", "Precision", "ScaleSettings", "cast_rest", "other_dtypes"]
@@ -223,6 +224,7 @@ class Masters:
                     annotate(master, meta)
                 self._low.append(parameter)
                 self._high.append(master)
+                watch(parameter)
 
     def of(self, tensor: Tensor) -> Tensor:
         """Return the tensor with the master weights: a parameter's master, or the tensor itself."""
@@ -241,6 +243,26 @@ class Masters:
             low, high = [one for one, _ in pairs], [other for _, other in pairs]
         if low:
             torch._foreach_copy_(low, high)
+        for parameter in self._low:
+            settle(parameter)
+
+    def take_written(self, tensor: Tensor | None = None) -> None:
+        """Take what a user's own code wrote to parameters into their masters; ``tensor``: only to this one."""
+        for low, high in zip(self._low, self._high, strict=True) if tensor is None else self._pair(tensor):
+            if was_written(low):
+                found = with_written(high.detach(), low)
+                if found is not None:
+                    high.detach().copy_(found)
+                settle(low)
+
+    def _pair(self, tensor: Tensor) -> list[tuple[nn.Parameter, nn.Parameter]]:
+        master = self._of.get(tensor)
+        return [] if master is None or master is tensor else [(tensor, master)]  # type: ignore[list-item]
+
+    def close(self) -> None:
+        """Make the parameters torch's own again."""
+        for parameter in self._low:
+            unwatch(parameter)
 
 
 def keeps_statistics(module: nn.Module) -> bool:

@@ -273,6 +273,7 @@ class PlainStates:
 
     def step(self) -> None:
         if self.optimizer is not None:
+            self.masters.take_written()
             self.optimizer.step()
             written: set[Tensor] = getattr(self.optimizer, "copied", set())  # by the step itself
             self.masters.publish(written)
@@ -284,10 +285,12 @@ class PlainStates:
             target.grad = None
 
     def source(self, tensor: Tensor) -> Source:
+        self.masters.take_written(tensor)
         master = self.masters.of(tensor)
         return source_like(master, master, self._world)
 
     def noted_sources(self, names: Mapping[Tensor, str]) -> Callable[[], Iterator[tuple[str, Source]]]:
+        self.masters.take_written()
         noted = [(name, self.masters.of(tensor)) for tensor, name in names.items()]
         kept = {name: master.detach().clone() for name, master in noted if metadata(master) is None}
         world = self._world
@@ -334,6 +337,7 @@ class PlainStates:
 
     def close(self) -> None:
         self.reducer.close()
+        self.masters.close()
 
     def _optimizer_state(self) -> OptimizerState:
         assert self.optimizer is not None  # the engine calls this only with an optimizer

@@ -167,6 +167,8 @@ class ZeroStates:
     def backward(self, kind: BackwardRole) -> Iterator[None]:
         if self._world.pipelined:  # many backwards, none of which is the last one for all parameters
             kind = "apart"
+        if kind == "final":  # chunks are stepped in it
+            self.gemini.take_written()
         self.gemini.expect(kind)
         self.residency.turn()
         self.gemini.takes = True
@@ -219,6 +221,7 @@ class ZeroStates:
     def step(self) -> None:
         if self._gather_cache.some:
             self.gemini.rest()  # a forward without a backward may have left chunks gathered
+        self.gemini.take_written()
         self.gemini.step()
         self.residency.stepped()
         if not self.residency.is_watching:
@@ -251,7 +254,7 @@ class ZeroStates:
         if is_out_of_memory(error):  # not caused by a released parameter
             self.residency.describe(error)
             return
-        released = [name for name, p in self._model.named_parameters() if p.data.numel() == 0]
+        released = [name for name, p in self._model.named_parameters() if p.shape.numel() == 0]
         if released:
             error.add_note(
                 f"Under zero stage 3 a parameter exists only while its module runs; now {len(released)} are released, such "
@@ -277,6 +280,7 @@ class ZeroStates:
     def source(self, tensor: Tensor) -> Source:
         if tensor not in self._names:
             return source_like(tensor, tensor, self._world)
+        self.gemini.take_written(tensor)
         meta = metadata_on(tensor, self._world.mesh)
         return Source(
             dtype=self.gemini.master_dtype(tensor),
@@ -315,6 +319,7 @@ class ZeroStates:
                 yield f"{self._title(name)}/{key}", source
 
     def noted_sources(self, names: Mapping[Tensor, str]) -> Sources:
+        self.gemini.take_written()
         parts = self._noted_parts()
         if parts is None:
             return {name: self.source(tensor) for tensor, name in names.items()}

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from meshfold.mesh.errors import MeshfoldError
+from meshfold.mesh.parameters.weight_writes import set_values, values_of
 
 MatmulOperands = tuple[Tensor, Tensor]
 """x ``m k`` and dy ``m n`` of one matmul"""
@@ -228,15 +229,15 @@ def accumulate_grad(parameter: nn.Parameter, gradient: Tensor) -> None:
     The parameter may be empty at that time: ZeRO stage 3 releases values that are not in use, and dw needs none.
     """
     complete = parameter._post_accumulate_grad_hooks
-    if parameter._backward_hooks or (complete and parameter.data.shape != gradient.shape):
-        values = parameter.data
+    if parameter._backward_hooks or (complete and parameter.shape != gradient.shape):
+        values = values_of(parameter)
         if values.shape != gradient.shape:  # autograd checks the shape; an expanded scalar satisfies it
-            parameter.data = values.new_zeros(()).expand(gradient.shape)
+            set_values(parameter, values.new_zeros(()).expand(gradient.shape))
         try:
             torch.autograd.backward(parameter, gradient)
         finally:
-            if parameter.data.shape != values.shape:
-                parameter.data = values
+            if parameter.shape != values.shape:
+                set_values(parameter, values)
         return
     if parameter.grad is None:
         parameter.grad = gradient

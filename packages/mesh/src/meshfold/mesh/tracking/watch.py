@@ -20,6 +20,7 @@ from torch.nn.modules.module import (
 )
 
 from meshfold.mesh.parameters.parameter_meta import uncompiled_name
+from meshfold.mesh.parameters.weight_writes import OWN_KINDS
 from meshfold.mesh.tracking.active import activated, is_tracking_on, part
 from meshfold.mesh.tracking.dims import Dims, unknown, unknown_dims, whole, whole_dims
 from meshfold.mesh.tracking.follow import Tracker
@@ -171,7 +172,7 @@ class TrackedForward:
     def __enter__(self) -> Self:
         tracker = self._tracker
         # Skip placeholders of other stages' parameters, which must not be read.
-        tracker.records.vary(p for p in self._model.parameters() if type(p) is nn.Parameter)
+        tracker.records.vary(p for p in self._model.parameters() if type(p) in OWN_KINDS)
         for value in self._given.values():
             tracker.records.vary(_tensors(value, _DEEP, set()))
         for value in (*self._given.values(), *_objects(self._model)):

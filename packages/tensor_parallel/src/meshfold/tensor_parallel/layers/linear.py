@@ -30,7 +30,7 @@ from torch.nn import functional
 from meshfold.kernels import Fp8Recipe, Fp8Weight
 from meshfold.mesh import Layout, LayoutError, Mesh, Part, Placement, metadata
 from meshfold.mesh.collectives import bind_collect, bind_enter, bind_take, identity
-from meshfold.mesh.parameters import MatmulOperands, WeightGradSite, accumulate_grad, may_defer
+from meshfold.mesh.parameters import MatmulOperands, WeightGradSite, accumulate_grad, may_defer, values_of
 from meshfold.tensor_parallel.fp8_matmul import Fp8Gather, bind_fp8_lowering
 from meshfold.tensor_parallel.layers.base import (
     BatchShape,
@@ -324,7 +324,7 @@ class Linear(ShardedLayer):
                 weight = self._sum_weight(self.weight)
                 operand = weight if self.stored == "nk" else weight.t()
             dw = weight_gradient(
-                self._multiplies, self.mesh, x, operand.detach(), dy, lowering=self._fp8 or self.lowering
+                self._multiplies, self.mesh, x, values_of(operand), dy, lowering=self._fp8 or self.lowering
             )
             if operand is self.weight:
                 accumulate_grad(self.weight, dw)

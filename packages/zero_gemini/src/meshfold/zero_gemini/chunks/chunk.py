@@ -29,6 +29,7 @@ from meshfold.kernels import Fp8Weight
 from meshfold.mesh import Group, Pending, with_old_names
 from meshfold.mesh.collectives import all_gather_into
 from meshfold.mesh.collectives.push import all_gather_push
+from meshfold.zero_gemini.chunks.chunk_parameters import ChunkParameters
 from meshfold.zero_gemini.chunks.fp8_gather import Fp8Gather, Operands
 from meshfold.zero_gemini.chunks.layout import ChunkSpec, ShardSlice
 from meshfold.zero_gemini.chunks.states import CHUNK_TRANSITIONS, ChunkState, check_transition
@@ -96,7 +97,6 @@ class Chunk:
         self.device, self.is_pushed = memory.device, pushed
         self._stays = whole_group
         self._length = spec.shard_elems
-        self._shapes = list(shapes)
         self._name = f"parameters {spec.names[0]} to {spec.names[-1]}"
         self._block = memory.allocate(spec.size_elems, dtype, "device", self._name)
         self._whole = self._block.tensor.zero_()
@@ -108,7 +108,8 @@ class Chunk:
             self.shard = self._own.tensor.zero_()
         # A released chunk has no storage; views of it stay.
         self._views = [part.view(shape) for part, shape in zip(parts_of(spec, self._whole)[0], shapes, strict=True)]
-        self._nothing = torch.empty(0, dtype=dtype, device=self.device)
+        nothing = torch.empty(0, dtype=dtype, device=self.device)
+        self._shown = ChunkParameters(parameters, spec.names, shapes, nothing)
         self._step: PendingStep | None = None
         self._all_gathers: list[Pending] = []
         self._copied: torch.cuda.Event | None = None
@@ -280,8 +281,7 @@ class Chunk:
             return
         if self.is_gathering:
             self.wait()
-        for parameter in self.parameters:
-            parameter.data = self._nothing
+        self._shown.release()
         if self._fp8 is not None:
             self._fp8.forget()
         self._block.empty()
@@ -293,19 +293,26 @@ class Chunk:
             return
         if self._fp8 is not None:  # products cast the zeros
             self._fp8.supply(self._fetch if self.travels_in_fp8 and not yes else None)
-        zero = torch.zeros((), dtype=self.dtype, device=self.device)
-        for parameter, shape in zip(self.parameters, self._shapes, strict=True):
-            parameter.data = zero.expand(shape) if yes else self._nothing
+        if yes:
+            self._shown.show_all(torch.zeros((), dtype=self.dtype, device=self.device))
+        else:
+            self._shown.release()
 
     def _show(self) -> None:
         if self._fp8 is not None and self.travels_in_fp8:
-            nan = torch.full((), torch.nan, dtype=self.dtype, device=self.device)
-            for parameter, shape in zip(self.parameters, self._shapes, strict=True):
-                parameter.data = nan.expand(shape)
+            self._shown.show_all(torch.full((), torch.nan, dtype=self.dtype, device=self.device))
             self._fp8.show()
             return
-        for parameter, view in zip(self.parameters, self._views, strict=True):
-            parameter.data = view
+        self._shown.show(self._views, resident=self.resident)
+
+    def written(self) -> dict[str, nn.Parameter]:
+        """Return the parameters of a resident chunk that a user may have written to since this was last asked, by name."""
+        return self._shown.written() if self.resident and not self.step_is_pending else {}
+
+    def close(self) -> None:
+        """Forget a pending step, and leave a resident chunk's parameters to the user."""
+        self.drop_step()
+        self._shown.unwatch()
 
     # -- the optimizer's step -----------------------------------------------------------------------------------
 
@@ -331,6 +338,8 @@ class Chunk:
         if self.is_gathering:
             self.wait()
         self._to(ChunkState.STALE if self.is_gathered else ChunkState.STEP_PENDING)
+        if self.resident:
+            self._shown.refuse_old()
         self._step = step
 
     def wait_step(self) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from meshfold.mesh import Group
 from meshfold.mesh.collectives import all_gather_object
-from meshfold.mesh.parameters import StoredValue
+from meshfold.mesh.parameters import StoredValue, with_written
 from meshfold.zero_gemini.optimizer import Entry, Stepper
 from meshfold.zero_gemini.optimizer.interface import StoredParts
 from meshfold.zero_gemini.optimizer.state_tree import AdamSnapshot
@@ -39,6 +39,22 @@ class Contents:
             self._chunk_of[name].fill(name, block)
         else:
             stepper.fill(name, block)
+
+    @torch.no_grad()
+    def take_written(self, name: str, parameter: Tensor) -> None:
+        """Set master weights to what a parameter of a resident chunk has now; those that still round to it stay."""
+        stepper, kept = self._slices.stepper_of(name), self.kept(name)
+        if stepper is None:  # the parameter is the weight
+            return
+        block = parameter.detach()
+        if kept:
+            mine = block.reshape(-1)[kept.start : kept.stop]
+            found = with_written(stepper.master(name).reshape(-1), mine)
+            if found is None:
+                return
+            block = block.to(found.dtype, copy=True)
+            block.view(-1)[kept.start : kept.stop] = found.to(block.device)
+        stepper.fill(name, block)
 
     def read(self, name: str) -> Tensor:
         """Return this rank's block over the tensor axes of a parameter's master weights. Collective over its chunk's group."""

@@ -65,6 +65,15 @@ class ParameterValues(ABC):
         self.flush()
         self._faults.keep(partial(self._contents.fill, self._name_of(parameter), block))
 
+    def take_written(self, parameter: Tensor | None = None) -> None:
+        """Take what a user's own code wrote to resident parameters into their master weights; call it before a step or a read.
+
+        No communication: every rank takes its own elements. ``parameter``: look only at its chunk.
+        """
+        for chunk in self._gradients if parameter is None else [self._chunk_of[self._name_of(parameter)]]:
+            for name, parameter in chunk.written().items():
+                self._faults.keep(partial(self._contents.take_written, name, parameter))
+
     def state_entries(self) -> dict[str, dict[str, Entry]]:
         """Return the entries of the optimizer's tensors, by parameter name and key. All ranks of the chunks' groups must call."""
         self.flush()
