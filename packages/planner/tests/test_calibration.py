@@ -36,7 +36,7 @@ from meshfold.planner.calibration.fits import share_and_lag
 from meshfold.planner.calibration.launches import Counts, HostSeconds, counted, launches_of
 from meshfold.planner.calibration.messages import hidden_of
 from meshfold.planner.calibration.operators import calls_of, moved, operator_rates
-from meshfold.planner.calibration.samples import side_samples
+from meshfold.planner.calibration.samples import output_samples, side_samples
 from meshfold.planner.clock import Work
 from meshfold.planner.efficiency import Efficiency, Launches, Link
 
@@ -137,6 +137,7 @@ def test_a_machine_is_read_as_it_was_written(name: str, tmp_path: Path) -> None:
     reached = Efficiency(
         by_flop={"bf16": ((1e6, 0.5), (1e9, 1.0))},
         by_side={"bf16": ((256.0, 0.5), (1024.0, 0.9))},
+        by_output={"bf16": ((65536.0, 0.3), (1048576.0, 0.7))},
         attention={64: 0.4, 128: 0.5},
         lag={64: 300.0, 128: 0.0},
         by_name={"aten.gelu": 0.8, "dropout.drop": 1.2},
@@ -163,6 +164,10 @@ def test_a_machine_is_read_as_it_was_written(name: str, tmp_path: Path) -> None:
         ({"collectives": {"shift": {"latency": 0, "rate": 1, "by_size": [[1, 2], [2, 1]]}}}, "seconds that never fall"),
         ({"efficiency": {"by_flop": {"bf16": [[2, 0.5], [1, 1.0]]}}}, "by_flop must have its pairs by rising FLOP"),
         ({"efficiency": {"by_side": {"bf16": [[2, 0.5], [1, 1.0]]}}}, "by_side must have its pairs by rising side"),
+        (
+            {"efficiency": {"by_output": {"fp8": [[2, 0.5], [1, 1.0]]}}},
+            "by_output must have its pairs by rising elements",
+        ),
         ({"efficiency": {"lag": {"64": -1}}}, "lag=-1 must be a number above 0"),
     ],
 )
@@ -213,6 +218,14 @@ def test_narrow_products_are_measured_by_their_side() -> None:
     found = side_samples(1e30, torch.device("cpu"), TINY, torch.float32)
     assert set(found) == {16, 32} and all(0 < share < 1e-6 for share in found.values())
     assert set(side_samples(1e-9, torch.device("cpu"), TINY, torch.float32).values()) == {1.0}  # no more than the whole
+
+
+def test_weight_gradients_are_measured_by_the_elements_of_their_result() -> None:
+    found = output_samples(1e30, torch.device("cpu"), TINY, torch.float32)
+    assert set(found) == {16**2, 24**2} and all(0 < share < 1e-6 for share in found.values())
+    assert set(output_samples(1e-9, torch.device("cpu"), TINY, torch.float32).values()) == {
+        1.0
+    }  # no more than the whole
 
 
 def test_launches_explain_the_seconds_that_a_model_took() -> None:

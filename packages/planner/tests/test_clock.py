@@ -58,6 +58,7 @@ def test_narrow_products_few_keys_and_slow_names_take_longer() -> None:
         H200.efficiency,
         matmuls=1.0,
         by_side={"bf16": ((100, 0.5), (400, 1.0))},
+        by_output={"bf16": ((1e4, 0.25), (1e6, 1.0))},
         attention={64: 0.5},
         lag={64: 300.0},
         by_name={"aten.gelu": 0.25},
@@ -68,6 +69,8 @@ def test_narrow_products_few_keys_and_slow_names_take_longer() -> None:
         return operator_seconds(operator, flat, precision)
 
     assert [took(Operator(10**12, side=side)) for side in (0, 50, 200, 900)] == pytest.approx([1, 2, 4 / 3, 1])
+    few = [Operator(10**12, side=side, outputs=count) for side, count in ((900, 10**4), (50, 10**5), (50, 10**7))]
+    assert [took(one) for one in few] == pytest.approx([4, 2, 2])  # the slower of both
     assert took(Operator(10**12, side=50), "fp32") == pytest.approx(10)  # not measured
     assert took(Operator(10**12, side=50, fp8=True)) == pytest.approx(0.1)
     assert [took(Operator(10**12, head_dim=64, keys=keys)) for keys in (0, 300)] == pytest.approx([2, 4])
@@ -84,7 +87,8 @@ def test_operators_have_the_sides_and_names_that_are_measured() -> None:
         torch.bmm(x.expand(5, 64, 32), weight.t().expand(5, 32, 48))
         x.add_(1).add(1)
         rms_norm(x, torch.empty(32, device="meta"))
-    assert [(one.side, one.name) for one in counter.counts if one.flop] == [(32, ""), (32, "")]
+    products = [one for one in counter.counts if one.flop]
+    assert [(one.side, one.outputs, one.name) for one in products] == [(32, 64 * 48, ""), (32, 5 * 64 * 48, "")]
     names = Counter(dict.fromkeys(("aten.add", "norms.whole"), 0))
     for operator, count in counter.counts.items():
         if operator.name in names:

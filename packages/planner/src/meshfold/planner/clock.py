@@ -169,7 +169,7 @@ def operator_seconds(operator: Operator, machine: Machine, precision: str) -> fl
         rate *= reached.matmuls * reached.of_attention(operator.head_dim, operator.keys, rate / quickest)
     else:
         operands = "fp8" if operator.fp8 and "fp8" in machine.flops else precision
-        rate = machine.flops[operands] * reached.of_matmul(operands, operator.flop, operator.side)
+        rate = machine.flops[operands] * reached.of_matmul(operands, operator.flop, operator.side, operator.outputs)
     return max(operator.computed * operator.flop / rate, moving)
 
 

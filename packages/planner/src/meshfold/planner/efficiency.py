@@ -28,6 +28,8 @@ class Efficiency:
             FLOP; without an entry all reach the whole.
         by_side: by precision, pairs of a product's smallest side and the share of ``matmuls`` that large products of that side
             reach, by rising side: each tile has a start and an end, even with few terms. Without an entry all reach the whole.
+        by_output: by precision, pairs of the elements of a product's result and the share of ``matmuls`` that products of many
+            terms reach, by rising elements: few tiles leave processors idle, as in a narrow layer's weight gradient.
         attention: size of a head to the share of the matmuls' rate that attention of long sequences reaches.
         lag: size of a head to the start and end of a query, measured in keys: with that many keys a query, attention reaches half
             of its share. Without an entry 0.
@@ -40,6 +42,7 @@ class Efficiency:
     matmuls: float = MATMULS
     by_flop: Mapping[str, tuple[tuple[float, float], ...]] = field(default_factory=dict)
     by_side: Mapping[str, tuple[tuple[float, float], ...]] = field(default_factory=dict)
+    by_output: Mapping[str, tuple[tuple[float, float], ...]] = field(default_factory=dict)
     attention: Mapping[int, float] = field(default_factory=lambda: dict(ATTENTION))
     lag: Mapping[int, float] = field(default_factory=dict)
     elementwise: float = 1.0
@@ -47,10 +50,19 @@ class Efficiency:
     optimizer: float = OPTIMIZER
     hidden: float = 1.0
 
-    def of_matmul(self, precision: str, flop: float, side: int = 0) -> float:
-        """Return the share of ``flops`` that a matmul reaches: what its FLOP or its smallest side (0: unknown) allows, if less."""
-        share = _share_at(self.by_flop.get(precision, ()), flop)
-        return self.matmuls * (min(share, _share_at(self.by_side.get(precision, ()), side)) if side else share)
+    def of_matmul(self, precision: str, flop: float, side: int = 0, outputs: int = 0) -> float:
+        """Return the share of ``flops`` that a matmul reaches: the least that its sizes allow.
+
+        Args:
+            precision: of its operands.
+            flop: floating-point operations.
+            side: the smallest; 0: unknown.
+            outputs: elements of its result; 0: unknown.
+        """
+        known = [(self.by_flop, flop), (self.by_side, side), (self.by_output, outputs)]
+        return self.matmuls * min(
+            _share_at(table.get(precision, ()), size) for table, size in known if size or table is self.by_flop
+        )
 
     def of_attention(self, head_dim: int, keys: int = 0, pace: float = 1.0) -> float:
         """Return the share of the matmuls' rate that attention reaches, by the nearest known size of a head.

@@ -14,6 +14,8 @@ from meshfold.planner.machines import KINDS, Host, Machine
 
 _VERSION = 1
 _WORDS = {"name", "source", "kind"}
+_SIZES = {"by_flop": "FLOP", "by_side": "side", "by_output": "elements"}
+"""Tables of a product's shares, and what their pairs rise by."""
 _MAY_BE_ZERO = {
     "launch",
     *(field.name for field in fields(Launches)),
@@ -106,12 +108,12 @@ def _checked(name: str, value: Any, where: str) -> Any:
         if list(pairs) != sorted(pairs) or sorted(b for _, b in pairs) != [b for _, b in pairs]:
             raise SpecError(f"{where}: by_size must have its pairs by rising bytes, and seconds that never fall")
         return pairs
-    if name in ("by_flop", "by_side") and isinstance(value, dict):
+    if name in _SIZES and isinstance(value, dict):
         tables = {
             one: tuple((_number(name, a, where), _number(name, b, where)) for a, b in value[one]) for one in value
         }
         if any(list(table) != sorted(table) for table in tables.values()):
-            raise SpecError(f"{where}: {name} must have its pairs by rising {'FLOP' if name == 'by_flop' else 'side'}")
+            raise SpecError(f"{where}: {name} must have its pairs by rising {_SIZES[name]}")
         return tables
     if name in ("attention", "lag") and isinstance(value, dict) and value:
         return {int(size): _number(name, share, where) for size, share in value.items()}

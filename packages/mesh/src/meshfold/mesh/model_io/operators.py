@@ -29,6 +29,7 @@ class Operator:
         ours: it is one of our kernels, which Python launches.
         fp8: it multiplies operands in fp8.
         side: smallest side of a product's matrices; 0: not known.
+        outputs: elements of a product's result; 0: not known.
         keys: of attention, those that a query is computed with, on average; 0: not known.
         name: of an operator without FLOP, ``aten.gelu`` or ``dropout.drop``; one in place has the name of the other.
     """
@@ -41,6 +42,7 @@ class Operator:
     ours: bool = False
     fp8: bool = False
     side: int = 0
+    outputs: int = 0
     keys: int = 0
     name: str = ""
 
@@ -141,9 +143,9 @@ class OperatorCounter(TorchDispatchMode):
             flop = 0 if formula is None else int(formula(*given, **kwargs, out_val=made))
             if self._inside is None:
                 fp8 = func.overloadpacket is torch.ops.aten._scaled_mm
-                moved, side = _bytes_of((args, kwargs, made)), _smallest_side(func.overloadpacket, args)
+                moved, (side, outputs) = _bytes_of((args, kwargs, made)), _sizes_of(func.overloadpacket, args)
                 name = "" if flop else str(func.overloadpacket).removesuffix("_")
-                self.note(Operator(flop, moved, phase=self._phase, fp8=fp8, side=side, name=name))
+                self.note(Operator(flop, moved, phase=self._phase, fp8=fp8, side=side, outputs=outputs, name=name))
             else:
                 self._inside += self._times * flop
         return made
@@ -155,13 +157,14 @@ def _kernel_name(function: Callable[..., Any]) -> str:
     return f"{module.rpartition('.')[2]}.{name}"
 
 
-def _smallest_side(packet: Any, args: tuple[Any, ...]) -> int:
-    """Return the smallest of the three sides of a product of matrices; 0 of other operators."""
+def _sizes_of(packet: Any, args: tuple[Any, ...]) -> tuple[int, int]:
+    """Return the smallest of the three sides of a product of matrices, and the elements of its result; zeros of other operators."""
     first = _FACTORS.get(packet)
     if first is None:
-        return 0
+        return 0, 0
     left, right = args[first : first + 2]
-    return int(min(left.shape[-2], left.shape[-1], right.shape[-1]))
+    rows, terms, columns = left.shape[-2], left.shape[-1], right.shape[-1]
+    return int(min(rows, terms, columns)), int(left.numel() // max(1, terms) * columns)
 
 
 def _bytes_of(values: Any) -> int:

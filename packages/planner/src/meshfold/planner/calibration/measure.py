@@ -31,6 +31,7 @@ from meshfold.planner.calibration.samples import (
     attention_shares,
     matmul_samples,
     memory_rates,
+    output_samples,
     side_samples,
     sustained_share,
 )
@@ -159,6 +160,7 @@ def _of_devices(
     attention = attention_shares(sustained * flops[most], device, effort, DTYPES[most])
     # A GPU cuts products into tiles, so narrow ones are slower; on a CPU sides are not measured.
     sides = side_samples(best.rate, device, effort, DTYPES[most]) if device.type == "cuda" else {}
+    outputs = output_samples(best.rate, device, effort, DTYPES[most]) if device.type == "cuda" else {}
     operators = operator_rates(device, effort, DTYPES[most])
     copy, elementwise, optimizer, sustained = _mean(
         [memory.copy, memory.elementwise, memory.optimizer, sustained], everyone, device
@@ -168,6 +170,7 @@ def _of_devices(
         for size, by_keys in attention.items()
     }
     of_sides = rising(zip(sides, _mean([*sides.values()], everyone, device), strict=True))
+    of_outputs = rising(zip(outputs, _mean([*outputs.values()], everyone, device), strict=True))
     rates = dict(zip(operators, _mean([*operators.values()], everyone, device), strict=True))
     absent = [precision for precision in base.flops if precision not in flops]
     notes = [f"matmuls in {', '.join(absent)}: those of {base.name}"] if absent else []
@@ -180,6 +183,7 @@ def _of_devices(
             matmuls=sustained,
             by_flop=shares,
             by_side={most: of_sides} if of_sides else {},
+            by_output={most: of_outputs} if of_outputs else {},
             attention={size: share for size, (share, _) in of_heads.items()},
             lag={size: lag for size, (_, lag) in of_heads.items()},
             elementwise=elementwise / copy,

@@ -14,6 +14,7 @@ from meshfold.planner.calibration.fits import MatmulSample
 
 MiB = 2**20
 _MOST_ROWS = 64
+_MOST_QUEUED = 300  # calls of up to three launches: a device queues about a thousand, then the host waits
 _CLOCK_HZ = 2e9  # at least as fast as a GPU counts the cycles that it waits
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 DTYPES["fp8"] = torch.float8_e4m3fn
@@ -48,6 +49,7 @@ class Effort:
     repeats: int = 5
     steady_s: float = 2.0
     narrow: tuple[int, int] = (256, 4096)
+    square: tuple[int, ...] = (256, 512, 768, 1024, 1280, 1536, 2048)
     rows: int = 16384
     tokens: int = 2048
     attention_s: float = 0.004
@@ -66,6 +68,7 @@ TINY = Effort(
     repeats=1,
     steady_s=0.0,
     narrow=(16, 32),
+    square=(16, 24),
     rows=64,
     tokens=32,
     attention_s=0.0,
@@ -104,7 +107,7 @@ def device_seconds(work: Callable[[], object], device: torch.device, effort: Eff
         return best_seconds(work, device, effort)
     work()
     once = _timed(work, device, 1)
-    calls = max(1, min(1000, math.ceil(effort.window_s / once)))
+    calls = max(1, min(_MOST_QUEUED, math.ceil(effort.window_s / once)))
     return min(_queued(work, device, calls, calls * once) for _ in range(effort.repeats))
 
 
@@ -164,6 +167,19 @@ def side_samples(best: float, device: torch.device, effort: Effort, dtype: torch
 
         flop = 3 * 2 * effort.rows * 4 * side**2
         found[side] = min(1.0, flop / device_seconds(run, device, effort) / best)
+    return found
+
+
+def output_samples(best: float, device: torch.device, effort: Effort, dtype: torch.dtype) -> dict[int, float]:
+    """Measure weight gradients of square layers by the elements of their result: share of ``best`` in FLOP/s."""
+    found = {}
+    for side in effort.square:
+        x, dy = (torch.randn(effort.rows, side, device=device).to(dtype) for _ in range(2))
+
+        def run(x: torch.Tensor = x, dy: torch.Tensor = dy) -> object:
+            return dy.t() @ x
+
+        found[side**2] = min(1.0, 2 * effort.rows * side**2 / device_seconds(run, device, effort) / best)
     return found
 
 

@@ -25,10 +25,14 @@ def calibration_table(found: Calibration) -> str:
     )
     named = ", ".join(f"{name.removeprefix('aten.')} {share:.2f}" for name, share in reached.by_name.items())
     narrow = [f"{share:.2f} from a side of {side:.0f}" for table in reached.by_side.values() for side, share in table]
+    small = [
+        f"{share:.2f} of {math.isqrt(int(size))}²" for table in reached.by_output.values() for size, share in table
+    ]
     device = [
         ["memory", f"{format_bytes(machine.memory)}, {machine.memory_rate / 1e9:,.4g} GB/s copied"],
         ["matmuls in sequence", f"{reached.matmuls:.2f} of the rate of one"],
         *([["narrow matmuls", ", ".join(narrow)]] if narrow else []),
+        *([["results of weight gradients", ", ".join(small)]] if small else []),
         ["attention", f"{attention}, of these"],
         [
             "other operators",
