@@ -18,7 +18,7 @@ from meshfold.engine.batches.packed import OwnDocuments
 from meshfold.engine.batches.parameter_reads import ParameterReads
 from meshfold.engine.batches.sharding import Shares
 from meshfold.engine.batches.shown import called, explain_failure, rows_of_tables
-from meshfold.engine.model.checks import Frozen
+from meshfold.engine.model.checks import KnownParameters
 from meshfold.engine.model.mask_choice import makes_masks, positions_of_the_model
 from meshfold.engine.model.pipelined_model import PipelinedModel
 from meshfold.engine.precision import Precision
@@ -73,7 +73,7 @@ class Forward:
         self._names_taken, self._ids_by_name = batches.names_taken(model), batches.takes_ids_by_name(model)
         self._ignores_labels = batches.ignores_labels(model)
         self._ignored = IGNORE_INDEX
-        self._frozen, self._reads = Frozen(model), ParameterReads()
+        self._parameters_known, self._reads = KnownParameters(model), ParameterReads()
         # Determined once: a loss always averages over the same things.
         self._looks = world.data_size > 1
         self._documents, self._branches = OwnDocuments(model, own_loss=loss_fn is not None), BranchMask(model)
@@ -89,7 +89,7 @@ class Forward:
         Raises:
             TrainingError: for a parameter that the engine was not made to train.
         """
-        self._frozen.check()
+        self._parameters_known.check()
         if not self._model.training:
             self._model.train()
 

@@ -7,7 +7,7 @@ import inspect
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any, Protocol, TypeVar
+from typing import Any, NoReturn, Protocol, SupportsIndex, TypeVar
 
 from meshfold.engine.checkpoints.saving import Saver
 from meshfold.engine.errors import TrainingError
@@ -61,11 +61,12 @@ _SPECIAL = ("__call__", "__enter__")
 
 
 def refuse_after_close(kind: type[T]) -> type[T]:
-    """Decorate a class: after ``close`` its public methods raise a TrainingError; its attributes and ``print`` stay."""
+    """Decorate a class: after ``close`` public methods but ``print`` raise a TrainingError, attributes stay; copies raise."""
     for name, method in list(vars(kind).items()):
         is_public = not name.startswith("_") or name in _SPECIAL
         if is_public and name not in _AFTERWARDS and inspect.isfunction(method):
             setattr(kind, name, _while_open(method))
+    kind.__reduce_ex__ = _refuse_pickle  # type: ignore[method-assign]
     return kind
 
 
@@ -82,3 +83,15 @@ def _while_open(method: Callable[..., Any]) -> Callable[..., Any]:
         return method(self, *args, **kwargs)
 
     return called
+
+
+def _refuse_pickle(engine: object, protocol: SupportsIndex) -> NoReturn:
+    """Refuse to copy or pickle an engine: its process groups, hooks and background saves belong to this process.
+
+    Raises:
+        TrainingError: always.
+    """
+    raise TrainingError(
+        "an engine cannot be copied or pickled: write engine.save(folder) on every rank, and load(folder) into another engine; "
+        "engine.full_state_dict() has the weights"
+    )

@@ -92,9 +92,10 @@ class TrainStep:
 
         Raises:
             SpecError: for a batch the model cannot be called with.
-            TrainingError: without an optimizer.
+            TrainingError: without an optimizer, and where torch keeps no graph.
         """
         self.gradients.check_open()
+        self.gradients.check_graph()
         at_step(self.steps + self.skipped_steps + 1)
         last = self.gradients.micro_steps == self.accumulation - 1
         work, shares = self.prepare(batch)

@@ -131,28 +131,53 @@ def require_trained(model: nn.Module, count: int, world: World) -> None:
         )
 
 
-class Frozen:
-    """The parameters that an engine does not train: they have no gradient's buffer and no optimizer state."""
+class KnownParameters:
+    """The parameters that an engine was made with: only these have a gradient's buffer and optimizer state, if not frozen."""
 
     def __init__(self, model: nn.Module) -> None:
         """Args:
         model: this rank's part, when the engine is made.
         """
-        self._parameters = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
+        named = dict(model.named_parameters())
+        self._model, self._forwards = model, 0
+        self._frozen = [(name, p) for name, p in named.items() if not p.requires_grad]
+        self._known = {id(p): p.dtype for p in named.values()}
 
     def check(self) -> None:
-        """Check that they are still frozen.
+        """Check that those frozen still are, and, in forwards 1, 2, 4, 8, ..., that there are no others and none was cast.
 
         Raises:
-            TrainingError: for one that is to be trained now.
+            TrainingError: for one that the optimizer would not step, and one of another dtype.
         """
-        for name, parameter in self._parameters:
+        for name, parameter in self._frozen:
             if parameter.requires_grad:
                 raise TrainingError(
                     f"{uncompiled_name(name)} is to be trained now (requires_grad=True), but was frozen when the engine was made, "
                     "which has no optimizer state for it. Make the engine while everything that will be trained has "
                     "requires_grad=True, and freeze after that what waits; or make another engine, after close() of this one"
                 )
+        self._forwards += 1
+        if self._forwards & (self._forwards - 1) == 0:  # seldom: it visits every module
+            self._look()
+
+    def _look(self) -> None:
+        """Raise a TrainingError for a parameter that came after the engine was made, or that was cast since."""
+        for name, parameter in self._model.named_parameters():
+            before = self._known.get(id(parameter))
+            if before is None and parameter.requires_grad:
+                raise TrainingError(
+                    f"{uncompiled_name(name)} was put into the model after the engine was made, and no optimizer would step it: "
+                    "change the model first and then write Engine(model, ...), or make another engine, after close() of this one"
+                )
+            if before not in (None, parameter.dtype):
+                raise TrainingError(
+                    f"{uncompiled_name(name)} was {_short(before)} when the engine was made, and is {_short(parameter.dtype)}: do "
+                    f"not cast engine.model, write Engine(..., precision='bf16') or another precision"
+                )
+
+
+def _short(dtype: torch.dtype | None) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 class NoCopies:

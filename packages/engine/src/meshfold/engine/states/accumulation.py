@@ -80,6 +80,14 @@ class Accumulation:
         if self._shows_none:
             self._shown.show()
 
+    def check_graph(self) -> None:
+        """Raise a TrainingError where torch keeps no graph for a backward."""
+        if not torch.is_grad_enabled():
+            raise TrainingError(
+                "train_step inside torch.no_grad() or torch.inference_mode(), where there are no gradients: call it outside, or "
+                "call eval_step(batch) for the loss alone"
+            )
+
     def check_open(self) -> None:
         """Check that the engine can train.
 
