@@ -185,7 +185,8 @@ def test_parts_of_models_take_and_return_whole_tensors() -> None:
 @pytest.mark.parametrize("rows", [4, 3, 1])
 @pytest.mark.parametrize("world", CASES)
 def test_parts_of_models_in_all_modes(world: int, rows: int) -> None:
-    run_on_ranks(world, compare_parts, CASES[world], rows)
+    # Most parts have no attention to compute by tokens.
+    run_on_ranks(world, compare_parts, tuple(case for case in CASES[world] if case[0] != "1d+tokens"), rows)
     if world == 4 == rows:
         run_on_ranks(4, compare_parts, (CASES[4][0], CASES[4][2]), 4, unusual=True)
 

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
-from typing import Concatenate, ParamSpec, TypeVar
+from typing import TypeVar
 
 import torch
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from meshfold.mesh.tracking import tracker
 
-P = ParamSpec("P")
 L = TypeVar("L")
 R = TypeVar("R")
 
@@ -24,23 +24,24 @@ class Redirection(TorchFunctionMode):
     """Function mode for the functions that a model calls itself, not those that a sharded layer calls."""
 
 
-def unredirected(forward: Callable[Concatenate[L, P], R]) -> Callable[Concatenate[L, P], R]:
+def unredirected(forward: Callable[[L, Tensor], R]) -> Callable[[L, Tensor], R]:
     """Return a layer's forward that takes a :class:`Redirection` off while it runs, if it is the innermost function mode.
 
-    Not while a forward is tracked, or traced by torch.compile: these see every operation, and run once.
+    Not while a forward is tracked, or traced by torch.compile: these see every operation, and run once. It takes one argument: what
+    torch.compile makes of a function of any arguments keeps the layer in a cycle, so that its parameters wait for the collector.
     """
 
     @wraps(forward)
-    def run(layer: L, /, *args: P.args, **kwargs: P.kwargs) -> R:
+    def run(layer: L, x: Tensor) -> R:
         if torch.compiler.is_compiling():
-            return forward(layer, *args, **kwargs)
+            return forward(layer, x)
         modes = torch._C._len_torch_function_stack()
         mode = torch._C._get_function_stack_at(modes - 1) if modes else None
         if not isinstance(mode, Redirection) or tracker() is not None:
-            return forward(layer, *args, **kwargs)
+            return forward(layer, x)
         mode.__exit__(None, None, None)
         try:
-            return forward(layer, *args, **kwargs)
+            return forward(layer, x)
         finally:
             mode.__enter__()
 
