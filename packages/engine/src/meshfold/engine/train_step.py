@@ -15,6 +15,7 @@ from meshfold.engine.batches.sharding import randomness
 from meshfold.engine.checkpoints.saving import Saver
 from meshfold.engine.errors import TrainingError
 from meshfold.engine.long_runs.nonfinite import Finding, MicroStep, NonFiniteGuard, NonFiniteSearch
+from meshfold.engine.model.buffer_changes import BufferChanges
 from meshfold.engine.model.pipelined_model import PipelinedModel
 from meshfold.engine.precision import LossScaler
 from meshfold.engine.states.accumulation import Accumulation
@@ -56,6 +57,7 @@ class TrainStep:
         self.stages: PipelinedModel | None = built.part.pipelined
         self._captured, self._captured_zero = built.captured, built.captured_zero
         self._torch_dropout = built.part.torch_dropout
+        self._changes = BufferChanges(built.part.model, says=built.world.data_index == 0)
         self._step_guard, self._saver = built.step_guard, saver
         self.forward = built.forward
         self.lr_scheduler, self.steps_scheduler = built.lr_scheduler, True
@@ -192,11 +194,10 @@ class TrainStep:
         """Do the same with pipeline stages, which interleave forwards and backwards of micro-batches."""
         self.gradients.begin(anew=True)
         with self.random(shares):
-            works = stages.look_ahead(work)
-        share = shares.weight()
-        with self.random(shares), self.gradients.taking("last" if last else "more", shown=shown):
-            loss = stages.step(works, self._in_step(share * self.scaler.scale))
-        return loss * share
+            works, share = stages.look_ahead(work), shares.weight()
+        taking = self.gradients.taking("last" if last else "more", shown=shown)
+        with self.random(shares), self._changes.watching(len(works)), taking:
+            return stages.step(works, self._in_step(share * self.scaler.scale)) * share
 
     def _in_step(self, share: Any) -> Any:
         """Return a micro-step's share of the loss, weighted as a part of its optimizer step."""
