@@ -36,7 +36,7 @@ def small() -> nn.Module:
 
 def machine(memory: float = 79.0, **changes: Any) -> Machine:
     """An H100 with short launches and latencies: a block of so small a model has three chunks, that of a large one one."""
-    return replace(H100, memory=memory * GIB, launches=Launches.of_all(0.5e-6), **{"latency": 3e-6, **changes})
+    return replace(H100, memory=memory * GIB, launches=Launches.of_all(0.5e-6), **{"latency": 1e-6, **changes})
 
 
 def suggested(on: Machine | None = None, build: Callable[[], nn.Module] = small, **changes: Any) -> Suggestion:
