@@ -39,6 +39,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from meshfold.kernels.fp8_casts import LEAST_AMAX, cast_matrix, cast_matrix_both, cast_turned_over, power_scale
+from meshfold.kernels.functions import as_dtype
 
 Fp8Dim = Literal["m", "k", "n"]
 """Dim of a matmul ``y[m, n] = x[m, k] w[k, n]``."""
@@ -167,7 +168,7 @@ def fp8_product(a: Fp8Tensor, b: Fp8Tensor, *, dtype: torch.dtype = torch.bfloat
     left, right = a.inverse, b.inverse.t() if by_row else b.inverse
     if a.values.device.type == "cpu":
         if not _cpu_scales_rows():
-            return (a.values.float() @ b.values.float().t() * left * right).to(dtype)
+            return as_dtype(a.values.float() @ b.values.float().t() * left * right, dtype)
         # oneDNN takes one scale for a tensor, and without fp8 in the processor multiplies 300 times as slowly as torch's own loop.
         left = left.expand(a.values.shape[0], 1).contiguous()
         right = right.expand(1, b.values.shape[0]).contiguous()
@@ -351,7 +352,7 @@ def tiled_product(a: Fp8Tensor, b: Fp8Tensor, dtype: torch.dtype) -> Tensor:
     """Multiply operands in tiles: by torch where it does on this GPU, else in bf16, in which they are exact."""
     if a.values.is_cuda and multiplies_tiles(a.values.device.index or 0):
         return _scaled_product(a, b, dtype)
-    return (a.dequantize().bfloat16() @ b.dequantize().bfloat16().t()).to(dtype)
+    return as_dtype(a.dequantize().bfloat16() @ b.dequantize().bfloat16().t(), dtype)
 
 
 def _scaled_product(a: Fp8Tensor, b: Fp8Tensor, dtype: torch.dtype) -> Tensor:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 Backward = Callable[..., Any]
 
@@ -44,6 +45,15 @@ def applied(function: type[torch.autograd.Function]) -> Callable[..., Any]:
         return direct(*arguments)
 
     return apply
+
+
+def as_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a function's result in a dtype.
+
+    torch 2.11 compiles an autograd function whose result passed through a ``to`` without effect, or was changed in place, to one
+    whose gradient is zero.
+    """
+    return x if x.dtype is dtype else x.to(dtype)
 
 
 _function_modes: Callable[[], int] = torch._C._len_torch_function_stack

@@ -338,8 +338,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             ctx.save_for_backward(*gradients.found())
         elif wanted:
             ctx.save_for_backward(rows, weight, bias, labels, statistics, share)
-        # An ignored row may have an infinite loss, and 0 times infinity is NaN. Not in place: torch 2.11 compiles a function whose
-        # result was changed in place to one whose gradient is zero.
+        # An ignored row may have an infinite loss, and 0 times infinity is NaN. Not in place: see as_dtype.
         losses = (losses * share).masked_fill(share == 0.0, 0.0)
         entropies = statistics[2] * share if settings.entropy else None
         return losses if settings.reduction == "none" else losses.sum(), entropies

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshfold.kernels import dispatch
-from meshfold.kernels.functions import once_differentiable
+from meshfold.kernels.functions import as_dtype, once_differentiable
 from meshfold.kernels.inputs import compute_dtype
 
 
@@ -151,10 +151,8 @@ def summed(rows: Tensor, pairs: Tensor, places: Tensor, weights: Tensor | None) 
     kept = rows.to(dtype).masked_fill(_unnamed(pairs, places).unsqueeze(1), 0.0)
     if weights is not None:
         kept = kept * weights.to(dtype).flatten().index_select(0, pairs).unsqueeze(1)
-    # torch 2.11 compiles an autograd function whose result was changed in place, or passed through a `to` without effect, to one
-    # whose gradient is zero.
-    y = torch.zeros(tokens, rows.shape[1], dtype=dtype, device=rows.device).index_add(0, pairs // each, kept)
-    return y if y.dtype is rows.dtype else y.to(rows.dtype)
+    y = torch.zeros(tokens, rows.shape[1], dtype=dtype, device=rows.device)
+    return as_dtype(y.index_add(0, pairs // each, kept), rows.dtype)  # not in place: see as_dtype
 
 
 def sum_gradients(dy: Tensor, rows: Tensor, pairs: Tensor, places: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
