@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -11,8 +12,10 @@ from typing import Any, cast
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
 
+from meshfold.engine import Engine
 from meshfold.kernels import LAYERWISE, STEP_KERNELS
 from meshfold.mesh import SpecError, all_reduce, record
 from meshfold.mesh.testing import run_on_ranks
@@ -437,3 +440,34 @@ def test_wrong_settings_are_refused_by_value() -> None:
         engine_of({}, "llama", optimizer=dict(name="lars", trust_coeff=-1))
     with pytest.raises(SpecError, match="Did you mean 'lamb'"):
         engine_of({}, "llama", optimizer=dict(name="lambb"))
+
+
+class Late(nn.Module):
+    """Two layers; the second is used from the second call on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.calls = nn.Linear(4, 4), nn.Linear(4, 4), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        y = self.first(x)
+        return y if self.calls == 1 else self.second(y)
+
+
+def test_a_first_gradient_may_come_after_the_first_step() -> None:
+    """torch's fused SGD fails there."""
+    torch.manual_seed(0)
+    serial = Late().double()
+    settings: dict[str, Any] = dict(precision="fp64", loss_fn=lambda y, batch: F.mse_loss(y, batch[1]))
+    engine = Engine(copy.deepcopy(serial), dict(data=1), optimizer=dict(name="sgd", lr=0.1, momentum=0.9), **settings)
+    reference = torch.optim.SGD(serial.parameters(), lr=0.1, momentum=0.9)
+    x, wanted = torch.randn(2, 2, 4, dtype=torch.float64)
+    for _ in range(3):
+        engine.train_step((x, wanted))
+        reference.zero_grad()
+        F.mse_loss(serial(x), wanted).backward()
+        reference.step()
+    for mine, theirs in zip(engine.model.parameters(), serial.parameters(), strict=True):
+        torch.testing.assert_close(mine.detach(), theirs.detach(), rtol=1e-12, atol=1e-12)
+    engine.close()

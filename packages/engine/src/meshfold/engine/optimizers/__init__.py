@@ -55,7 +55,13 @@ OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
     "galore_adamw": GaLoreAdamW,
     "galore_adafactor": GaLoreAdafactor,
 }
-_FUSED = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD)
+# The setting that steps many parameters in one kernel or a few.
+_IN_ONE_KERNEL: dict[type[torch.optim.Optimizer], dict[str, bool]] = {
+    torch.optim.AdamW: {"fused": True},
+    torch.optim.Adam: {"fused": True},
+    # Its fused step fails for a parameter whose first gradient comes after the first step.
+    torch.optim.SGD: {"foreach": True},
+}
 NO_DECAY = "norms_and_biases"
 _AVERAGE = ("average", "average_ramp")
 
@@ -235,7 +241,7 @@ def _from_dict(value: Mapping[str, Any], whole: bool) -> Factory:
                 {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
             ]
         # Keep empty groups: all stages of a pipeline must have the same ones.
-        made: torch.optim.Optimizer = made_of(groups, **rest, **average, **_fast(cls))
+        made: torch.optim.Optimizer = made_of(groups, **rest, **average, **_IN_ONE_KERNEL.get(cls, {}))
         if by_role and no_decay:
             made.param_groups[-1]["weight_decay"] = 0.0
         return made
@@ -269,11 +275,6 @@ def _check_setting(value: object, key: str, setting: object, default: object) ->
 
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float | Tensor) and not isinstance(value, bool)
-
-
-def _fast(cls: type[torch.optim.Optimizer]) -> dict[str, bool]:
-    """Return the setting that steps many parameters in one kernel, if the class has one."""
-    return {"fused": True} if cls in _FUSED else {}
 
 
 def check_optimizer_class(cls: object, value: object, whole: bool) -> None:
