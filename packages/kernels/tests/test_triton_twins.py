@@ -296,11 +296,16 @@ def test_fused_residual_add_is_the_two_steps(dtype: torch.dtype, stream: torch.d
     seed=st.integers(0, 99),
 )
 def test_norm_pieces(dtype: torch.dtype, rows: int, cuts: list[int], seed: int) -> None:
-    """The pieces over slices of a row (strided, so never contiguous), against the whole row in float64."""
+    """The pieces over slices of a row (strided, so never contiguous), against the whole row in float64. LayerNorm: equal ones."""
+    pieces_of_rms_norm(dtype, rows, cuts, seed)
+    pieces_of_layer_norm(dtype, rows, [cuts[0]] * len(cuts), seed)
+
+
+def pieces_of_rms_norm(dtype: torch.dtype, rows: int, cuts: list[int], seed: int) -> None:
     with K.use("triton"):
         hidden = sum(cuts)
         x, dy = seeded(rows, hidden, dtype=dtype, seed=seed), seeded(rows, hidden, dtype=dtype, seed=seed + 1)
-        w, b = seeded(hidden, dtype=dtype, seed=seed + 2), seeded(hidden, dtype=dtype, seed=seed + 3)
+        w = seeded(hidden, dtype=dtype, seed=seed + 2)
         parts = list(zip(dy.split(cuts, -1), x.split(cuts, -1), w.split(cuts), strict=True))
         square = torch.stack([K.rms_norm_stats(p) for _, p, _ in parts]).sum(0)
         rstd = torch.rsqrt(square / hidden + 1e-2)
@@ -310,11 +315,25 @@ def test_norm_pieces(dtype: torch.dtype, rows: int, cuts: list[int], seed: int) 
             torch.cat([K.rms_norm_apply(p, g, rstd) for _, p, g in parts], -1),
             *(torch.cat(list(kind), -1) for kind in zip(*back, strict=True)),
         ]
+    x, w = (t.double().requires_grad_() for t in (x, w))
+    with K.use("reference"):
+        y = K.rms_norm(x, w, 1e-2)
+        wanted = [y, *torch.autograd.grad(y, (x, w), dy.double())]
+    for name, g, e in zip(("rms y", "rms dx", "rms dw"), got, wanted, strict=True):
+        near(g, e, name, float(rows))
+
+
+def pieces_of_layer_norm(dtype: torch.dtype, rows: int, cuts: list[int], seed: int) -> None:
+    with K.use("triton"):
+        hidden = sum(cuts)
+        x, dy = seeded(rows, hidden, dtype=dtype, seed=seed), seeded(rows, hidden, dtype=dtype, seed=seed + 1)
+        w, b = seeded(hidden, dtype=dtype, seed=seed + 2), seeded(hidden, dtype=dtype, seed=seed + 3)
+        parts = list(zip(dy.split(cuts, -1), x.split(cuts, -1), w.split(cuts), strict=True))
         mean, rstd = K.layer_norm_joined(torch.stack([K.layer_norm_stats(p) for _, p, _ in parts]), 1e-2)
         sums = torch.stack([K.layer_norm_backward_stats(*p, mean, rstd) for p in parts]).sum(0)
         back = [K.layer_norm_backward_apply(*p, mean, rstd, sums, hidden) for p in parts]
         biases = b.split(cuts)
-        got += [
+        got = [
             torch.cat(
                 [K.layer_norm_apply(p[1], p[2], c, mean, rstd) for p, c in zip(parts, biases, strict=True)],
                 -1,
@@ -323,12 +342,9 @@ def test_norm_pieces(dtype: torch.dtype, rows: int, cuts: list[int], seed: int) 
         ]
     x, w, b = (t.double().requires_grad_() for t in (x, w, b))
     with K.use("reference"):
-        y = K.rms_norm(x, w, 1e-2)
-        wanted = [y, *torch.autograd.grad(y, (x, w), dy.double())]
         y = K.layer_norm(x, w, b, 1e-2)
-        wanted += [y, *torch.autograd.grad(y, (x, w, b), dy.double())]
-    names = ("rms y", "rms dx", "rms dw", "layer y", "layer dx", "layer dw", "layer db")
-    for name, g, e in zip(names, got, wanted, strict=True):
+        wanted = [y, *torch.autograd.grad(y, (x, w, b), dy.double())]
+    for name, g, e in zip(("layer y", "layer dx", "layer dw", "layer db"), got, wanted, strict=True):
         near(g, e, name, float(rows))
 
 

@@ -42,13 +42,19 @@ def losses() -> list[float]:
     return [row["loss"] for row in read_metrics(Path("run/metrics.jsonl")) if "loss" in row]
 
 
+def looks_at_no_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command does not look at the folder before its ranks start."""
+    monkeypatch.setattr(train, "check_unused", lambda settings: None)
+    monkeypatch.setattr(train, "check_folder", lambda settings, progress: None)
+
+
 @pytest.mark.usefixtures("text")
 @pytest.mark.parametrize("early", [True, False], ids=["looked at first", "in the ranks"])
 def test_two_runs_in_one_folder_are_refused(
     early: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     if not early:  # both began at the same moment
-        monkeypatch.setattr(train, "check_folder", lambda settings, progress: None)
+        looks_at_no_folder(monkeypatch)
     Path("run").mkdir()
     with hold_lock(Path("run", LOCK), doing="training into it"):
         assert main(["train", "--data", "texts", *TINY, "--steps", "1", "--out", "run"]) == 1
@@ -71,7 +77,7 @@ def test_a_run_that_finished_meanwhile_is_not_overwritten(
     assert main(words) == 0
     assert not Path("run", LOCK).exists()
     before = losses()
-    monkeypatch.setattr(train, "check_folder", lambda settings, progress: None)
+    looks_at_no_folder(monkeypatch)
     assert main([*words, "--seed", "3"]) == 1
     assert "--out 'run': another run has finished there in the meantime: run/checkpoint" in capsys.readouterr().err
     assert losses() == before and read_settings("run")["seed"] == 0

@@ -167,8 +167,8 @@ def test_linear_layers_in_fp8(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     said = capsys.readouterr().out
     assert "fp8 (rowwise): blocks.0.attn.qkv and 7 more\nbf16: head: keep='head'\n" in said
     assert "step 2/2" in said
-    assert main([*words, "--out", str(tmp_path / "other")]) == 1
-    assert "fp8 matmuls need a model in bf16" in capsys.readouterr().err
+    assert main([*words, "--out", str(tmp_path / "other")]) == 2
+    assert "write --fp8 rowwise --precision bf16" in capsys.readouterr().err
 
 
 def test_biases_of_routers_move_each_step_and_a_resumed_run_goes_on_with_them(

@@ -152,6 +152,10 @@ def fp8_scale(amax: Tensor, largest: float, *, rows: bool) -> Tensor:
     return torch.where(amax.isfinite(), (largest / amax.double().clamp(min=LEAST_AMAX)).float(), torch.nan)
 
 
+_CPU_SCALES_ROWS = torch.__version__ >= "2.13"
+"""torch 2.11 takes one scale for a tensor on a CPU"""
+
+
 def fp8_product(a: Fp8Tensor, b: Fp8Tensor, *, dtype: torch.dtype = torch.bfloat16, fast: bool = True) -> Tensor:
     """Multiply ``r c`` and ``s c`` to ``r s = a bᵀ``.
 
@@ -167,7 +171,7 @@ def fp8_product(a: Fp8Tensor, b: Fp8Tensor, *, dtype: torch.dtype = torch.bfloat
     by_row = a.inverse.dim() > 0
     left, right = a.inverse, b.inverse.t() if by_row else b.inverse
     if a.values.device.type == "cpu":
-        if not _cpu_scales_rows():
+        if not _CPU_SCALES_ROWS:
             return as_dtype(a.values.float() @ b.values.float().t() * left * right, dtype)
         # oneDNN takes one scale for a tensor, and without fp8 in the processor multiplies 300 times as slowly as torch's own loop.
         left = left.expand(a.values.shape[0], 1).contiguous()
@@ -180,22 +184,6 @@ def fp8_product(a: Fp8Tensor, b: Fp8Tensor, *, dtype: torch.dtype = torch.bfloat
         out_dtype=dtype,
         use_fast_accum=fast,
     )
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _cpu_scales_rows() -> bool:
-    """Return True if torch multiplies fp8 with scales of rows on a CPU; torch 2.11 takes one scale for a tensor."""
-    return _try_scales_of_rows()
-
-
-@functools.cache
-def _try_scales_of_rows() -> bool:
-    values, scales = torch.zeros(16, 16, dtype=torch.float8_e4m3fn), torch.ones(16, 1)
-    try:
-        torch._scaled_mm(values, values.t(), scale_a=scales, scale_b=scales.t().contiguous(), out_dtype=torch.bfloat16)
-    except RuntimeError:
-        return False
-    return True
 
 
 class Fp8Casts:

@@ -270,7 +270,7 @@ def square_sums(x: Tensor) -> Tensor:
     return row_sums(x, None, True)
 
 
-def moments(x: Tensor) -> Tensor:
+def row_moments(x: Tensor) -> Tensor:
     """``m h -> 2 m``: mean and variance."""
     variance, mean = torch.var_mean(x.to(compute_dtype(x)), -1, correction=0)
     return torch.stack((mean, variance))

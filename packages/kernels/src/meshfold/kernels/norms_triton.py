@@ -25,9 +25,9 @@ def square_sums(x: Tensor) -> Tensor:
     return sums
 
 
-def moments(x: Tensor) -> Tensor:
+def row_moments(x: Tensor) -> Tensor:
     if x.shape[1] > _WIDEST:
-        return plain.moments(x)
+        return plain.row_moments(x)
     found = torch.empty((2, x.shape[0]), dtype=torch.float32, device=x.device)
     _over_rows(passes.moments, x, found)
     return found

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from meshfold.kernels import dispatch
 from meshfold.kernels.inputs import as_rows, check_vector
-from meshfold.kernels.norms import gradient_sums, gradients, joined_moments, moments, normalise, square_sums
+from meshfold.kernels.norms import gradient_sums, gradients, joined_moments, normalise, row_moments, square_sums
 
 
 def rms_norm_stats(x: Tensor) -> Tensor:
@@ -75,7 +75,7 @@ def layer_norm_stats(x: Tensor) -> Tensor:
     Not the sums of x and of x**2, which would need no gather: E[x**2] - E[x]**2 loses all its digits if the mean is much larger
     than the deviation.
     """
-    run = dispatch.piece(moments, x)
+    run = dispatch.piece(row_moments, x)
     return run(as_rows(x)).reshape(2, *x.shape[:-1])
 
 
