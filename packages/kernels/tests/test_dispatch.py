@@ -256,3 +256,17 @@ def test_no_implementation_is_left_out_of_the_table() -> None:
     assert {path for path in files if path.name not in others} == {
         root.parents[1].joinpath(*module.split(".")).with_suffix(".py") for module in known
     }
+
+
+def test_parameters_of_any_class_are_passed_to_kernels() -> None:
+    """An engine's parameters have classes of their own. Of a fake tensor there is a parameter, too, but no memory."""
+    from torch._subclasses import FakeTensorMode
+
+    class Own(torch.nn.Parameter):
+        pass
+
+    x = torch.zeros(2)
+    with FakeTensorMode():
+        fake = torch.zeros(2)
+    assert all(dispatch.has_memory(one) for one in (x, torch.nn.Parameter(x), Own(x)))
+    assert not dispatch.has_memory(fake) and not dispatch.has_memory(torch.nn.Parameter(fake))

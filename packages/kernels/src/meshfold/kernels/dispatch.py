@@ -195,13 +195,21 @@ def implementation(family: str, device: str, dtype: torch.dtype) -> str:
     return chosen
 
 
+def has_memory(x: Tensor) -> bool:
+    """Return True for a tensor or a parameter of any class, whose memory a kernel can read; not for other subclasses.
+
+    A fake or functional tensor, or a DTensor, has none of its own. torch lets ``isinstance`` take all of them for parameters.
+    """
+    kind = type(x)
+    return kind is Tensor or issubclass(kind, torch.nn.Parameter)
+
+
 def twin(reference: F, x: Tensor) -> F:
     """Return the function that computes ``reference`` on ``x``: itself, or the function of the same name in a twin module.
 
     ``norms_triton.py`` and ``norms_numba.py`` are next to ``norms.py``; their functions have the reference's signature.
     """
-    # A subclass (fake, functional, DTensor) has no memory of its own to pass to a kernel.
-    if torch.compiler.is_compiling() or type(x) not in (Tensor, torch.nn.Parameter):
+    if torch.compiler.is_compiling() or not has_memory(x):
         return reference
     if x.is_cuda:
         kind = (reference, x.dtype, choice())
