@@ -47,7 +47,7 @@ def planned(name: str, precision: str, accumulate: int = 1) -> Estimate:
 
 
 def real(name: str, precision: str, accumulate: int) -> tuple[dict[tuple[Any, ...], tuple[int, float]], int, int]:
-    """Collectives that a real step hands over: (kind, axes) to (calls, bytes); bytes of parameters and master weights."""
+    """Collectives that a second step hands over: (kind, axes) to (calls, bytes); bytes of parameters and master weights."""
     engine = Engine(
         lambda: build("llama-tiny", **SIZES, kv_heads=2, ffn=64),
         SPECS[name],
@@ -56,9 +56,14 @@ def real(name: str, precision: str, accumulate: int) -> tuple[dict[tuple[Any, ..
         gradient_accumulation=accumulate,
     )
     batch = torch.randint(40, (8, 16), generator=torch.Generator().manual_seed(0))
-    with record() as log:
+
+    def step() -> None:
         for part in batch.chunk(accumulate):
             engine.train_step(engine.shard_batch(part))
+
+    step()  # ranks compare what they were given in the first one
+    with record() as log:
+        step()
     found: dict[tuple[Any, ...], tuple[int, float]] = {}
     for entry in log.entries:
         calls, sent = found.get((entry.kind, entry.axes), (0, 0.0))
