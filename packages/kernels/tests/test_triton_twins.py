@@ -492,7 +492,7 @@ def test_expert_places(tokens: int, experts: int, k: int) -> None:
     ],
 )
 def test_grouped_product(dtype: torch.dtype, counts: tuple[int, ...], inner: int, columns: int) -> None:
-    """Of rows with matrices in both memory layouts. Rows of no expert may be NaN and change nothing."""
+    """Rows times matrices in both memory layouts. Rows of no expert may be NaN and change nothing."""
     from meshfold.kernels import grouped_products_triton as triton_twin
 
     many = sum(counts)

@@ -26,6 +26,7 @@ from meshfold.mesh import (
     shift,
 )
 from meshfold.mesh.collectives import all_gather_into, exchange_rows, issue, operations
+from meshfold.mesh.parameters import WatchedParameter, watch
 from meshfold.mesh.testing import fake_world, ranks
 
 SHAPE = (4, 8, 12)
@@ -173,7 +174,7 @@ class Asked(TorchDispatchMode):
 
 
 def every_collective(x: Tensor, group: Group) -> list[Tensor]:
-    """What each returns, some at once and some awaited later, of a matrix whose sides are multiples of the group's size."""
+    """Return the results of all, some at once and some awaited later, of a matrix whose sides are multiples of the group's size."""
     me, size = group.index, group.size
     made = [all_gather(x, group, dim) for dim in (0, 1)] + [reduce_scatter(x, group, dim) for dim in (0, 1)]
     made += [all_reduce(x, group, op) for op in ("sum", "max", "min")] + [all_to_all(x, group, 1, 0)]
@@ -215,6 +216,9 @@ def test_what_has_to_see_a_collective_gets_a_functional_one() -> None:
         assert issue.process_group(x, group) is not None
         with torch.no_grad():
             assert issue.process_group(weight, group) is not None
+            watched = torch.nn.Parameter(x.detach().clone())
+            watch(watched)  # as an engine does with weights in 16 bits
+            assert type(watched) is WatchedParameter and issue.process_group(watched, group) is not None
         for seen in (weight, x.to("meta"), x.as_subclass(Marked), x.to(torch.complex64)):
             assert issue.process_group(seen, group) is None
         with Asked():

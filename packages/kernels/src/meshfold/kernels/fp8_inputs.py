@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import WeakIdKeyDictionary
 
+from meshfold.kernels.dispatch import has_memory
 from meshfold.kernels.fp8 import Fp8Casts, Fp8Maximum, Fp8Recipe, Fp8Tensor, scaled_alone
 
 FP8_SOURCE = "fp8_source"
@@ -166,7 +167,7 @@ def _first_reader(weight: Tensor) -> Fp8Source:
 
 def _known(x: Tensor) -> bool:
     """Return True for a tensor whose memory and version say what it is."""
-    if torch.compiler.is_compiling() or type(x) not in (Tensor, torch.nn.Parameter):
+    if torch.compiler.is_compiling() or not has_memory(x):
         return False
     return not x.is_meta and not x.is_inference() and x.numel() > 0 and x.is_contiguous()
 

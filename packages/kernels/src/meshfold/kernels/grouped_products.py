@@ -33,7 +33,6 @@ def grouped_product(left: Tensor, right: Tensor, ends: Tensor, counts: Sequence[
 
     Returns:
         in the dtype of ``left``; matrices of experts without rows are zero.
-
     """
     # Of meta tensors the loop's products are counted.
     in_triton = left.dtype in _IN_TRITON and not left.is_meta

@@ -12,7 +12,7 @@ from meshfold.mesh.parameters import uncompiled_name
 
 
 class BufferChanges:
-    """Looks at the buffers of this rank's stages in the second step: what a model caches is there after the first."""
+    """Watcher of the buffers of this rank's stages in the second step: what a model caches is there after the first."""
 
     def __init__(self, model: nn.Module, *, says: bool) -> None:
         """Args:

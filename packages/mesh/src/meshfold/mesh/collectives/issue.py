@@ -4,7 +4,7 @@ A functional collective costs the host 5 to 15 µs more than the call beneath it
 function for its autograd (torch 2.13), a look-up by name, a registry of all in flight. The host is what models of many small
 collectives wait for, so eager code calls the process group itself: the same messages, on the same streams. A functional one goes to
 whatever has to see it: torch.compile, a dispatch mode (a recorder of operators, FakeTensorMode, the tracker of split dims), a
-transform of torch.func, a meta tensor, a subclass of Tensor, and autograd if the tensor needs a gradient.
+transform of torch.func, a meta tensor, a subclass of Tensor that is no parameter, and autograd if the tensor needs a gradient.
 
 Each function returns the tensor that will hold the result, and the work to wait for. If the work is None, wait for the tensor by
 ``torch.ops._c10d_functional.wait_tensor``. Inputs are contiguous unless stated otherwise.
@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives
 from torch import Tensor
-from torch.nn import Parameter
 
+from meshfold.mesh.collectives.wide_copies import has_memory
 from meshfold.mesh.group import Group
 
 Issued: TypeAlias = tuple[Tensor, Any]
@@ -30,14 +30,13 @@ _ops = torch.ops._c10d_functional
 _c10d: Any = dist.distributed_c10d  # Any: its private members are untyped
 _resolve = _c10d._resolve_process_group
 _modes, _transforms = torch._C._len_torch_dispatch_stack, torch._C._are_functorch_transforms_active
-_PLAIN = (Tensor, Parameter)
 # AOTAutograd of torch 2.11 refuses collectives that write into an argument.
 _TRACES_NO_OUT = torch.__version__ < "2.13"
 
 
 def process_group(x: Tensor, group: Group) -> Any:
     """Return the process group to call for a tensor; None if its collective must be a functional one."""
-    if torch.compiler.is_compiling() or _modes() or type(x) not in _PLAIN or not (x.is_cuda or x.is_cpu):
+    if torch.compiler.is_compiling() or _modes() or not has_memory(x) or not (x.is_cuda or x.is_cpu):
         return None
     if (x.requires_grad and torch.is_grad_enabled()) or x.is_complex() or _transforms():
         return None
@@ -92,7 +91,7 @@ def all_gather(x: Tensor, group: Group) -> Issued:
 def all_gather_into(out: Tensor, x: Tensor, group: Group) -> Issued:
     """Begin :func:`all_gather` into a contiguous tensor."""
     handle = process_group(x, group)
-    if handle is None or type(out) not in _PLAIN:
+    if handle is None or not has_memory(out):
         return _ops.all_gather_into_tensor_out(x, group.size, group.name, out=out), None
     return out, handle._allgather_base(out, x, _GATHER)
 

@@ -17,6 +17,15 @@ LEAST = 1 << 20
 """Bytes of the smallest tensor that is moved in wide elements: the copy of a smaller one takes less time than the views."""
 
 
+def has_memory(x: Tensor) -> bool:
+    """Return True for a tensor or a parameter of any class; not for other subclasses, such as fake tensors and DTensors.
+
+    torch lets ``isinstance`` take those for parameters, too.
+    """
+    kind = type(x)
+    return kind is Tensor or issubclass(kind, Parameter)
+
+
 def wide_contiguous(x: Tensor) -> Tensor:
     """Return ``x.contiguous()``, copied in wide elements where possible."""
     if x.is_contiguous() or not _is_wide(x):
@@ -36,7 +45,7 @@ def wide_reshape(x: Tensor, shape: Sequence[int]) -> Tensor:
 
 def _is_wide(x: Tensor) -> bool:
     """Return True if all rows of features are aligned to 16 bytes in real memory, and no gradient is needed."""
-    if torch.compiler.is_compiling() or x.nbytes < LEAST or not x.dim() or type(x) not in (Tensor, Parameter):
+    if torch.compiler.is_compiling() or x.nbytes < LEAST or not x.dim() or not has_memory(x):
         return False
     if x.device.type not in ("cpu", "cuda") or (x.requires_grad and torch.is_grad_enabled()):
         return False
