@@ -21,8 +21,9 @@ from meshfold.models import GPT, GPTConfig, Llama, LlamaConfig, MoELlamaConfig
 from meshfold.planner import MACHINES, Machine, Suggestion, fits, step_speed, suggest
 from meshfold.planner.efficiency import Launches
 from meshfold.planner.machines import leaves_node, ranks_of_a_node
-from meshfold.planner.suggestions import Candidate, Clock, Family, candidates, families, plan_of
-from meshfold.planner.suggestions.profile import Profile, Profiler
+from meshfold.planner.suggestions import Candidate, Clock, Family, candidates, families, outlook_of, plan_of
+from meshfold.planner.suggestions.profile import Profile
+from meshfold.planner.suggestions.profiler import Profiler
 
 H100 = MACHINES["h100x8"]
 CONFIG = LlamaConfig(vocab_size=4096, hidden=512, layers=3, heads=8, kv_heads=8, ffn=1408, max_positions=512)
@@ -114,7 +115,7 @@ def test_an_outlook_is_what_the_whole_plan_says(
     candidate = Candidate(family=family, spec=spec, recompute=recompute, accumulate=accumulate)
     layout = {key: value for key, value in parallel.items() if key == "tensor"}
     on = machine()
-    outlook = clock(on, 16).outlook(candidate, profiled(repr(layout))[1], simulate=True)
+    outlook = outlook_of(clock(on, 16), candidate, profiled(repr(layout))[1], simulate=True)
     found = plan_of(candidate, small, on, precision="bf16", batch_size=16, seq_len=512)
     assert outlook.seconds == pytest.approx(step_speed(found, on, "bf16").seconds, rel=0.03)
     assert outlook.memory == pytest.approx(found.memory.total, rel=0.1)
@@ -142,7 +143,7 @@ def quickest(on: Machine, batch_size: int = 4) -> float:
             continue
         profile = profiled(repr(layout))[1]
         for candidate in candidates(family, batch_size, blocks=3):
-            outlook = clock(on, batch_size).outlook(candidate, profile)
+            outlook = outlook_of(clock(on, batch_size), candidate, profile)
             if outlook.memory <= on.memory:
                 found.append(outlook.seconds)
     return min(found, default=float("inf"))

@@ -19,14 +19,8 @@ if TYPE_CHECKING:
         step_times,
     )
     from meshfold.planner.fitting import explain_misfit, fits, suggest_change
-    from meshfold.planner.machines import (
-        MACHINES,
-        PEAK_TFLOPS,
-        Host,
-        Machine,
-        find_machine,
-        unlimited_machine,
-    )
+    from meshfold.planner.known_machines import MACHINES, find_machine, unlimited_machine
+    from meshfold.planner.machines import PEAK_TFLOPS, Host, Machine
     from meshfold.planner.planner import estimate, plan_memory
     from meshfold.planner.power import under_power_cap
     from meshfold.planner.suggestions import Option, Rejected, Suggestion, suggest
@@ -64,7 +58,8 @@ _MODULES = {
     "attention_choice": ("AttentionChoice", "choose_attention", "choose_spec"),
     "estimates": ("Estimate", "Memory", "StepSpeed", "Times", "Traffic", "step_speed", "step_times"),
     "fitting": ("explain_misfit", "fits", "suggest_change"),
-    "machines": ("MACHINES", "PEAK_TFLOPS", "Host", "Machine", "find_machine", "unlimited_machine"),
+    "known_machines": ("MACHINES", "find_machine", "unlimited_machine"),
+    "machines": ("PEAK_TFLOPS", "Host", "Machine"),
     "planner": ("estimate", "plan_memory"),
     "power": ("under_power_cap",),
     "suggestions": ("Option", "Rejected", "Suggestion", "suggest"),

@@ -19,7 +19,8 @@ from meshfold.mesh.processes import running_world
 from meshfold.mesh.spec import format_bytes
 from meshfold.planner.estimates import Estimate, step_times
 from meshfold.planner.fitting import explain_misfit
-from meshfold.planner.machines import Machine, unlimited_machine
+from meshfold.planner.known_machines import unlimited_machine
+from meshfold.planner.machines import Machine
 from meshfold.planner.planner import estimate
 
 _MEGATRON = "megatron"

@@ -29,7 +29,8 @@ from meshfold.mesh.processes import start_fake
 from meshfold.planner.clock import Work
 from meshfold.planner.estimate_settings import EstimateSettings
 from meshfold.planner.estimates import Estimate, Memory, StepEstimate, summarize_traffic
-from meshfold.planner.machines import MACHINES, Machine
+from meshfold.planner.known_machines import MACHINES
+from meshfold.planner.machines import Machine
 from meshfold.planner.step_bytes import StepBytes, fixed_bytes
 from meshfold.tensor_parallel import Report
 

@@ -6,7 +6,8 @@ from meshfold.planner.suggestions.explain import explained
 from meshfold.planner.suggestions.here import choice_words, local_machine, suggest_here
 from meshfold.planner.suggestions.layouts import Candidate, Family, candidates, families
 from meshfold.planner.suggestions.options import Option, Rejected, Suggestion, option_of, plan_of
-from meshfold.planner.suggestions.outlook import Clock, Outlook
+from meshfold.planner.suggestions.outlook import Outlook, outlook_of
+from meshfold.planner.suggestions.part_clock import Clock
 from meshfold.planner.suggestions.search import suggest
 from meshfold.planner.suggestions.text import (
     breakdown,
@@ -36,6 +37,7 @@ __all__ = [
     "local_machine",
     "losers_table",
     "option_of",
+    "outlook_of",
     "pareto_front",
     "plan_of",
     "suggest",

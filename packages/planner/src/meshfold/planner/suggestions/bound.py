@@ -6,7 +6,7 @@ import math
 
 from meshfold.mesh import LayoutError, Mesh
 from meshfold.planner.suggestions.layouts import Family
-from meshfold.planner.suggestions.outlook import Clock
+from meshfold.planner.suggestions.part_clock import Clock
 from meshfold.planner.suggestions.profile import Profile
 from meshfold.planner.suggestions.stages import stage_blocks
 from meshfold.tensor_parallel import find_mode, matmul_cost

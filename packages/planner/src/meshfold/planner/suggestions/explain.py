@@ -12,7 +12,7 @@ from meshfold.mesh import ParallelSpec, SpecError
 from meshfold.mesh.spec import divisors
 from meshfold.planner.suggestions.layouts import Candidate, Family
 from meshfold.planner.suggestions.options import Option, Suggestion, option_of
-from meshfold.planner.suggestions.outlook import Outlook
+from meshfold.planner.suggestions.outlook import Outlook, outlook_of
 from meshfold.planner.suggestions.search import Search
 
 
@@ -67,7 +67,7 @@ def explained(
     for way in (None, "blocks") if recompute is None else (recompute,):
         for accumulate in divisors(rows) if family.stages == 1 else [1]:
             candidate = Candidate(family=family, spec=spec, recompute=way, accumulate=accumulate)
-            outlook = search.clock.outlook(candidate, profile, simulate=True)
+            outlook = outlook_of(search.clock, candidate, profile, simulate=True)
             tried.append((not search.can_fit(candidate, outlook, 1.0), outlook.seconds, len(tried), candidate, outlook))
     *_, candidate, outlook = min(tried)
     return option_of(candidate, search.estimate(candidate), outlook, found.machine, found.precision)

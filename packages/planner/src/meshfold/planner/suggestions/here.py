@@ -11,7 +11,8 @@ from torch import nn
 
 from meshfold.mesh.processes import Environment
 from meshfold.planner.estimates import MOMENTS
-from meshfold.planner.machines import MACHINES, Machine
+from meshfold.planner.known_machines import MACHINES
+from meshfold.planner.machines import Machine
 from meshfold.planner.report import format_seconds
 from meshfold.planner.suggestions.options import Suggestion
 from meshfold.planner.suggestions.search import suggest

@@ -1,6 +1,6 @@
 """Seconds and bytes of a candidate from the profile of its layout: by the formulas of a whole plan, without making one.
 
-:func:`outlook` follows :func:`meshfold.planner.step_speed`: operators in turn, messages that the next operator waits for,
+:func:`outlook_of` follows :func:`meshfold.planner.step_speed`: operators in turn, messages that the next operator waits for,
 gradients and parameters that travel meanwhile, the optimizer. Stages take their share of the blocks; a schedule's idle time is that
 of equal stages, or, with ``simulate``, of the schedule itself.
 """
@@ -8,26 +8,20 @@ of equal stages, or, with ``simulate``, of the schedule itself.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
-from meshfold.engine.precision import Precision
 from meshfold.engine.states import BUCKET_BYTES
-from meshfold.engine.zero import regime_of
-from meshfold.mesh import ParallelSpec
-from meshfold.mesh.spec import ZeroSpec
 from meshfold.pipeline import Costs, schedule, simulate_costs
-from meshfold.planner.clock import Phases, Work, optimizer_seconds
+from meshfold.planner.clock import Phases, optimizer_seconds
 from meshfold.planner.collected_gradients import copy_seconds, moved_bytes
-from meshfold.planner.estimates import MOMENTS, Memory
-from meshfold.planner.machines import Machine
+from meshfold.planner.estimates import Memory
 from meshfold.planner.step_bytes import workspace_bytes
 from meshfold.planner.suggestions.layouts import Candidate
-from meshfold.planner.suggestions.profile import Message, Part, Profile, Step
+from meshfold.planner.suggestions.part_clock import Clock
+from meshfold.planner.suggestions.profile import Message, Part, Profile
 from meshfold.planner.suggestions.rank_bytes import RankBytes
 from meshfold.planner.suggestions.seconds import Seconds
 from meshfold.planner.suggestions.stages import idle_share, rank_of
-from meshfold.zero_gemini.planner import Regime
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,88 +69,16 @@ class Outlook:
         }
 
 
-@dataclass(kw_only=True)
-class Clock:
-    """Times candidates for one model, batch and machine.
+def outlook_of(clock: Clock, candidate: Candidate, profile: Profile, *, simulate: bool = False) -> Outlook:
+    """Return a candidate's outlook.
 
-    Attributes:
-        machine: that runs them.
-        batch_size: sequences of a global batch.
-        precision: of compute.
-        optimizer: a key of :data:`meshfold.planner.estimates.MOMENTS`.
-        clip: gradients are clipped by their norm.
+    Args:
+        clock: of the model, batch and machine.
+        candidate: of the profile's layout.
+        profile: of the layout.
+        simulate: simulate the schedule of a pipeline, which takes milliseconds.
     """
-
-    machine: Machine
-    batch_size: int
-    precision: str
-    optimizer: str
-    clip: bool
-    _works: dict[Any, Seconds] = field(default_factory=dict)
-    _regimes: dict[Any, Regime] = field(default_factory=dict)
-    waiting: dict[Any, Seconds] = field(default_factory=dict)
-
-    def outlook(self, candidate: Candidate, profile: Profile, *, simulate: bool = False) -> Outlook:
-        """Return a candidate's outlook.
-
-        Args:
-            candidate: of the profile's layout.
-            profile: of the layout.
-            simulate: simulate the schedule of a pipeline, which takes milliseconds.
-        """
-        return _Reckoning(self, candidate, profile).outlook(simulate=simulate)
-
-    def seconds_of(self, part: Part, rows: float, phase: str) -> Seconds:
-        """Return the seconds of a part's operators in a phase of a micro-step: in turn, and of their launches."""
-        key = (id(part), rows, phase)
-        if key not in self._works:
-            if phase == "summed":
-                found = part.summed.backward.phases(self.machine, self.precision)
-                self._works[key] = Seconds(found.device, found.host, 0.0)
-                return self._works[key]
-
-            def phases(step: Step) -> Phases:
-                work: Work = getattr(step, phase)
-                return work.phases(self.machine, self.precision)
-
-            device, host = (
-                part.at(rows, lambda step: phases(step).device),
-                part.at(rows, lambda step: phases(step).host),
-            )
-            self._works[key] = Seconds(device, host, 0.0)
-        return self._works[key]
-
-    def regime_of(self, candidate: Candidate) -> Regime:
-        """Return the bytes that an element takes under ``zero``."""
-        alone = candidate.accumulate == 1 and candidate.family.stages == 1
-        spec = candidate.spec
-        shared = candidate.family.data > 1 or (spec.sequence is not None and spec.sequence.size > 1)
-        key = (shared, alone)
-        if key not in self._regimes:
-            self._regimes[key] = regime_of(
-                spec.zero or ZeroSpec(stage=1),
-                Precision.parse(self.precision),
-                accumulation=1 if alone else 2,
-                ranks=2 if shared else 1,
-                moments=MOMENTS[self.optimizer],
-            )
-        return self._regimes[key]
-
-    @property
-    def waits_for_norm(self) -> bool:
-        """True if no gradient is used before all have arrived."""
-        return self.clip or MOMENTS[self.optimizer] != 2 or self.precision == "fp64"
-
-    def messages(
-        self, sizes: tuple[tuple[str, int], ...], kind: str, axes: tuple[str, ...], sent: float, calls: int
-    ) -> float:
-        """Return the seconds of collectives over axes of a mesh, given the bytes that they send together."""
-        rate = self.machine.link_rate(sizes, axes, kind)
-        return self.machine.message_seconds(kind, sent, rate, calls=calls)
-
-    def rate(self, spec: ParallelSpec, axes: tuple[str, ...]) -> float:
-        """Return the bytes a second that a rank sends over axes of the spec's mesh in an all-reduce."""
-        return self.machine.link_rate(tuple(spec.axes.items()), axes, "all_reduce")
+    return _Reckoning(clock, candidate, profile).outlook(simulate=simulate)
 
 
 class _Reckoning:

@@ -25,8 +25,10 @@ from meshfold.planner.suggestions.findings import TOLERANCE, Findings
 from meshfold.planner.suggestions.layouts import Candidate, Family, candidates, families
 from meshfold.planner.suggestions.likely import Likely
 from meshfold.planner.suggestions.options import Suggestion, option_of, plan_of
-from meshfold.planner.suggestions.outlook import Clock, Outlook
-from meshfold.planner.suggestions.profile import Profile, Profiler
+from meshfold.planner.suggestions.outlook import Outlook, outlook_of
+from meshfold.planner.suggestions.part_clock import Clock
+from meshfold.planner.suggestions.profile import Profile
+from meshfold.planner.suggestions.profiler import Profiler
 from meshfold.planner.suggestions.refusals import sentence, too_large, undivided, unfitting, untraceable
 
 _FAMILY, _LIKELY, _CANDIDATE, _SIMULATED = range(4)
@@ -229,7 +231,7 @@ class Search:
             if schedules and pipeline is not None and pipeline.schedule not in schedules:
                 continue
             self.considered += not schedules  # others are counted when their layout is traced
-            outlook = self.clock.outlook(candidate, profile)
+            outlook = outlook_of(self.clock, candidate, profile)
             if self.can_fit(candidate, outlook, self.found.ratio(candidate)[1]):
                 made.append((outlook.seconds, candidate.complexity, candidate, outlook))
         return sorted(made, key=lambda one: one[:2])
@@ -278,7 +280,7 @@ class Search:
         candidate, _, profile = node
         if kind == _CANDIDATE:
             try:
-                outlook = self.clock.outlook(candidate, profile, simulate=True)
+                outlook = outlook_of(self.clock, candidate, profile, simulate=True)
             except MeshfoldError:  # a schedule that this number of micro-batches does not allow
                 return
             self._push(
