@@ -23,8 +23,8 @@ from meshfold.engine.zero.watching import typical_timings
 from meshfold.mesh.testing import ranks, run_on_ranks
 from meshfold.models import GPT, GPTConfig
 from meshfold.zero_gemini import Chunk, DiskError, Gemini, MemoryPlanError
+from meshfold.zero_gemini.machine_rates import observed
 from meshfold.zero_gemini.machine_rates import samples as measuring
-from meshfold.zero_gemini.machine_rates import samples as seen
 from meshfold.zero_gemini.optimizer import StepKind, StepTiming
 from meshfold.zero_gemini.optimizer import kernel_runs as runs
 from meshfold.zero_gemini.optimizer.cpu_executor import Worker
@@ -121,7 +121,7 @@ def whole_paces(monkeypatch: pytest.MonkeyPatch) -> None:
 
     taken = Gemini.take_step_timings
     monkeypatch.setattr(Gemini, "take_step_timings", whole)
-    monkeypatch.setattr(seen, "ENOUGH_ELEMS", 1)  # the model is small
+    monkeypatch.setattr(observed, "ENOUGH_ELEMS", 1)  # the model is small
 
 
 @pytest.mark.usefixtures("whole_paces")

@@ -17,7 +17,7 @@ from stepping_cases import SHAPES, Small, adam
 from meshfold.mesh import Group
 from meshfold.zero_gemini.chunks.placement import ChunkPlacement
 from meshfold.zero_gemini.machine_rates import samples as measuring
-from meshfold.zero_gemini.machine_rates.samples import ENOUGH_ELEMS, with_observed_rates
+from meshfold.zero_gemini.machine_rates.observed import ENOUGH_ELEMS, with_observed_rates
 from meshfold.zero_gemini.memory.arena import Arena, Memory
 from meshfold.zero_gemini.memory.pinned import PAGE_BYTES, page_locked
 from meshfold.zero_gemini.optimizer import AdamStepper

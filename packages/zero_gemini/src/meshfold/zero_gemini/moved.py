@@ -6,10 +6,9 @@ from meshfold.mesh import redirect_imports
 
 MOVED = {
     "meshfold.zero_gemini.disk": "meshfold.zero_gemini.nvme",
-    "meshfold.zero_gemini.machine_rates.observed": "meshfold.zero_gemini.machine_rates.samples",
     "meshfold.zero_gemini.profiler.moments": "meshfold.zero_gemini.profiler.trace",
     "meshfold.zero_gemini.trace": "meshfold.zero_gemini.profiler",
-    "meshfold.zero_gemini.watched_rates": "meshfold.zero_gemini.machine_rates.samples",
+    "meshfold.zero_gemini.watched_rates": "meshfold.zero_gemini.machine_rates.observed",
 }
 """Old path of a module or folder: its path today. Modules in a moved folder have moved with it."""
 

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from meshfold.zero_gemini.machine_rates.samples import (
+from meshfold.zero_gemini.machine_rates.available_memory import (
     UNLIMITED_BYTES,
     available_device_bytes,
     available_host_bytes,
-    measure_machine,
-    measure_rank_rates,
     resident_bytes,
-    slowest,
-    with_observed_rates,
 )
+from meshfold.zero_gemini.machine_rates.observed import observed_under, with_observed_rates
+from meshfold.zero_gemini.machine_rates.samples import measure_machine, measure_rank_rates
 from meshfold.zero_gemini.machine_rates.step_measurements import (
     ALLOCATOR_MARGIN,
     CORRECTED_AFTER,
@@ -19,8 +17,8 @@ from meshfold.zero_gemini.machine_rates.step_measurements import (
     WORTH_MOVING,
     StepMeasurements,
     measure_step,
-    observed_under,
     ranks_per_host,
+    slowest,
 )
 
 __all__ = [

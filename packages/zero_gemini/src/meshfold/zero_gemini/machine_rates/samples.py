@@ -1,17 +1,15 @@
-"""Rates of this machine: from samples of a second or two each before there is a plan, and from training steps."""
+"""Rates of this machine from samples, before there is a plan: a second or two each."""
 
 from __future__ import annotations
 
 import functools
 import os
-import resource
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,12 +17,12 @@ from torch import Tensor
 from meshfold.kernels import AdamSettings, AdamState, adam_step, adam_update_parameters
 from meshfold.mesh import Group, all_gather
 from meshfold.zero_gemini.errors import Faults
+from meshfold.zero_gemini.machine_rates.available_memory import UNLIMITED_BYTES, available_host_bytes
 from meshfold.zero_gemini.memory.arena import Memory
 from meshfold.zero_gemini.memory.copies import stream_of, synchronize
 from meshfold.zero_gemini.nvme import bench, free_bytes
 from meshfold.zero_gemini.optimizer.cpu_executor import threads_for_steps
 from meshfold.zero_gemini.optimizer.gpu_streaming import STREAMING_BYTES, GpuStreaming, HostState
-from meshfold.zero_gemini.optimizer.kernel_runs import StepKind, StepTiming
 from meshfold.zero_gemini.optimizer.master_weights import Plane, planes_of, state_of
 from meshfold.zero_gemini.planner import H200, REGIMES, GiB, Machine, MiB, Regime
 
@@ -38,8 +36,6 @@ _PERIOD_S, _PERIODS = 0.15, 5
 _STEADY_S, _MOST_S = 0.15, 1.5
 WORTH_IT = 1.05
 """Smallest speed-up of cores with the device over only the cores for which state passes through the device."""
-UNLIMITED_BYTES = 2**60
-"""Size of a memory without a limit, in bytes."""
 
 
 def measure_machine(
@@ -314,102 +310,3 @@ def _took(work: Callable[[], object], device: torch.device) -> float:
 
 def _name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-
-
-def available_device_bytes(device: torch.device) -> int:
-    """Return the GPU memory that this process has reserved or can still get; :data:`UNLIMITED_BYTES` on a CPU."""
-    if device.type != "cuda":
-        return UNLIMITED_BYTES
-    return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
-
-
-def available_host_bytes() -> int:
-    """Return the host memory that this process's control group may use; :data:`UNLIMITED_BYTES` without a limit.
-
-    The system's own count is not used: on some virtual machines it grows only as memory is touched.
-    """
-    for place in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        try:
-            text = Path(place).read_text().strip()
-        except OSError:
-            continue
-        if text.isdigit() and int(text) < UNLIMITED_BYTES:
-            return int(text)
-    return UNLIMITED_BYTES
-
-
-ENOUGH_ELEMS = 2**24
-"""Least number of stepped elements that shows a memory rate; fewer show the cost of a call instead."""
-
-
-def resident_bytes() -> int:
-    """Return the host memory that this process uses; 0 where the system does not say."""
-    try:
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-    except OSError:
-        return 0
-    return pages * resource.getpagesize()
-
-
-def slowest(machine: Machine, told: Sequence[Mapping[str, Any]]) -> Machine:
-    """Return a machine with the minimum of each rate over ranks; ``told``: their machines as dicts."""
-    numbers = [key for key, value in asdict(machine).items() if isinstance(value, int | float)]
-    return replace(machine, **{key: min(entry[key] for entry in told) for key in numbers})
-
-
-def with_observed_rates(
-    machine: Machine, regime: Regime, timings: Mapping[StepKind, StepTiming], *, passed: float = 0.0
-) -> Machine:
-    """Return the machine with the host-memory and disk rates that the optimizer's steps showed.
-
-    A sample uses the memory of one chunk, before the model has allocated any. A step uses the memory that the state really got,
-    while the other ranks of the host work. Neither half of a plan's model of a step changes: only the rates.
-
-    The bytes counted are the kernel's and those of simultaneous copies: in a first half the parameters that follow it to the
-    device, in the backward the gradients too. The rate of the cores during the device's steps changes in proportion. Moments have
-    their own rate: during a backward the same memory moved 1.4 to 1.5 times the bytes per second of the first halves before a
-    forward (H200 hosts). One rate for both made plans 24 to 30 % too slow there.
-
-    If the device steps some of the host's chunks, cores and device share the host's memory as in no sample. On H200 hosts the cores
-    were 7 to 34 % faster than during a sample of GPU streaming, and the device up to a third slower.
-
-    A disk may be slower for hundreds of GiB than for the one of a sample. Its rates change in proportion.
-
-    Args:
-        machine: measured by a sample.
-        regime: bytes an element.
-        timings: of some steps; with too few elements the machine is not changed.
-        passed: bytes an element that passed through the device in these steps; 0: none did, as before there is a plan.
-    """
-
-    def rate(moved: Mapping[StepKind, float]) -> float:
-        """Return bytes/s of steps, given the bytes that each kind moves per element; 0 if there were too few elements."""
-        seen = {what: timing for what, timing in timings.items() if what in moved and timing.seconds > 0}
-        if sum(timing.elements for timing in seen.values()) < ENOUGH_ELEMS:
-            return 0.0
-        total = sum(moved[what] * timing.elements for what, timing in seen.items())
-        return total / sum(timing.seconds for timing in seen.values())
-
-    up, both_ways = regime.parameter, regime.parameter + regime.gradient
-    if passed:
-        cores = rate({"parameters": regime.first_pass, "second copy": regime.out_of_place})
-        device = rate({"GPU streaming": passed})
-        if cores and device:
-            machine = replace(machine, host_memory_while_streaming=cores, gpu_streaming=device)
-    elif found := rate(
-        {
-            "parameters": regime.first_pass + up,
-            "whole": regime.step + both_ways,
-            "second copy": regime.out_of_place + both_ways,
-        }
-    ):
-        share = found / machine.host_memory
-        machine = replace(
-            machine, host_memory=found, host_memory_while_streaming=share * machine.host_memory_while_streaming
-        )
-    if found := rate({"moments": regime.second_pass + both_ways}):
-        machine = replace(machine, moments_memory=found)
-    if found := rate({"disk": regime.state}):  # every byte is read and written
-        share = found * (1 / machine.disk_read + 1 / machine.disk_write)
-        machine = replace(machine, disk_read=share * machine.disk_read, disk_write=share * machine.disk_write)
-    return machine

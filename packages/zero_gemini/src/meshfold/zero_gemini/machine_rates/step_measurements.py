@@ -6,21 +6,18 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from types import MappingProxyType
+from typing import Any
 
 import torch
 
 from meshfold.mesh import Group
 from meshfold.mesh.collectives import all_gather_object
-from meshfold.zero_gemini.machine_rates.samples import (
-    available_device_bytes,
-    measure_machine,
-    resident_bytes,
-    slowest,
-    with_observed_rates,
-)
+from meshfold.zero_gemini.machine_rates.available_memory import available_device_bytes, resident_bytes
+from meshfold.zero_gemini.machine_rates.observed import with_observed_rates
+from meshfold.zero_gemini.machine_rates.samples import measure_machine
 from meshfold.zero_gemini.memory.arena import Memory
 from meshfold.zero_gemini.optimizer.kernel_runs import StepKind, StepTiming
-from meshfold.zero_gemini.planner import SPLIT_STEP_ON_DEVICE, Machine, Plan, Regime
+from meshfold.zero_gemini.planner import Machine, Regime
 from meshfold.zero_gemini.profiler import Trace, worst_trace
 
 TRACED_STEPS = 2
@@ -95,19 +92,12 @@ def measure_step(
     )
 
 
-def observed_under(plan: Plan, timings: Mapping[StepKind, StepTiming]) -> Machine:
-    """Return this rank's machine with the rates of steps under a plan, whose state may pass through the device.
-
-    Args:
-        plan: the plan in effect.
-        timings: of its steps on the host.
-    """
-    regime, passed = plan.workload.regime, 0.0
-    if plan.machine.gpu_streaming:
-        passed = regime.first_pass if plan.strategy == SPLIT_STEP_ON_DEVICE else regime.step
-    return with_observed_rates(plan.machine, regime, timings, passed=passed)
-
-
 def ranks_per_host(ranks: int) -> int:
     """Return how many of all ranks share this host's memory."""
     return min(ranks, torch.cuda.device_count() or ranks)
+
+
+def slowest(machine: Machine, told: Sequence[Mapping[str, Any]]) -> Machine:
+    """Return a machine with the minimum of each rate over ranks; ``told``: their machines as dicts."""
+    numbers = [key for key, value in asdict(machine).items() if isinstance(value, int | float)]
+    return replace(machine, **{key: min(entry[key] for entry in told) for key in numbers})
