@@ -2,10 +2,29 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any, ClassVar
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any, ClassVar, TypeVar
 
-from meshfold.mesh import SpecError
+from meshfold.mesh import SpecError, did_you_mean
+
+Config = TypeVar("Config", bound=Any)
+
+
+def changed(name: str, config: Config, changes: Mapping[str, Any]) -> Config:
+    """Return the configuration of a preset's name with some fields changed.
+
+    Raises:
+        SpecError: for an unknown field, or sizes that do not fit together.
+    """
+    known = config.__dataclass_fields__
+    for field in changes:
+        if field not in known:
+            raise SpecError(
+                f"model {name!r} has no setting {field!r}.{did_you_mean(field, known)} Known: {', '.join(known)}"
+            )
+    made: Config = replace(config, **changes)
+    return made
 
 
 @dataclass(frozen=True, kw_only=True)

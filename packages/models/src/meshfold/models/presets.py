@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, overload
 
 from meshfold.mesh import SpecError, did_you_mean
-from meshfold.models.config import DecoderConfig, GPTConfig, LlamaConfig
+from meshfold.models.config import DecoderConfig, GPTConfig, LlamaConfig, changed
 from meshfold.models.gpt import GPT
 from meshfold.models.llama import Llama
 from meshfold.models.moe import MoELlamaConfig
@@ -85,13 +86,10 @@ def preset(name: str, **changes: Any) -> GPTConfig | LlamaConfig:
         raise SpecError(f"model {name!r} takes images, not tokens: write build(vit_preset({name!r}))")
     if name not in PRESETS:
         raise SpecError(f"there is no model {name!r}.{did_you_mean(str(name), PRESETS)} Known: {', '.join(PRESETS)}")
-    known = PRESETS[name].__dataclass_fields__
-    for field in changes:
-        if field not in known:
-            raise SpecError(
-                f"model {name!r} has no setting {field!r}.{did_you_mean(field, known)} Known: {', '.join(known)}"
-            )
-    return replace(PRESETS[name], **changes)
+    return changed(name, PRESETS[name], changes)
+
+
+_MODELS: Mapping[type[Any], Callable[[Any], GPT | Llama | ViT]] = {GPTConfig: GPT, LlamaConfig: Llama, ViTConfig: ViT}
 
 
 @overload
@@ -105,10 +103,7 @@ def build(config: DecoderConfig | ViTConfig | str, **changes: Any) -> GPT | Llam
         SpecError: for an unknown name or field.
     """
     found = preset(config, **changes) if isinstance(config, str) else replace(config, **changes)
-    if isinstance(found, GPTConfig):
-        return GPT(found)
-    if isinstance(found, LlamaConfig):
-        return Llama(found)
-    if isinstance(found, ViTConfig):
-        return ViT(found)
+    for kind, model in _MODELS.items():
+        if isinstance(found, kind):
+            return model(found)
     raise SpecError(f"{type(found).__name__} is no GPTConfig, LlamaConfig or ViTConfig: there is no model for it")

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
 from meshfold.mesh import SpecError, did_you_mean
+from meshfold.models.config import changed
 
 POOLS = ("class", "mean")
 _SIZES = ("image_size", "patch_size", "channels", "classes", "hidden", "layers", "heads", "ffn")
@@ -128,10 +129,4 @@ def vit_preset(name: str, **changes: Any) -> ViTConfig:
         raise SpecError(
             f"there is no vision transformer {name!r}.{did_you_mean(str(name), VITS)} Known: {', '.join(VITS)}"
         )
-    known = ViTConfig.__dataclass_fields__
-    for field in changes:
-        if field not in known:
-            raise SpecError(
-                f"model {name!r} has no setting {field!r}.{did_you_mean(field, known)} Known: {', '.join(known)}"
-            )
-    return replace(VITS[name], **changes)
+    return changed(name, VITS[name], changes)

@@ -19,12 +19,13 @@ from meshfold.optimizers.factored import (
     rms,
     rms_of_lists,
     row_and_column,
+    running_means,
     spread,
     square_sum,
     take_lists,
     zero_means,
 )
-from meshfold.optimizers.settings import OptimizerSettingError, at_least, learning_rate, positive
+from meshfold.optimizers.settings import OptimizerSettingError, at_least, learning_rate, positive, stabilizers
 
 
 class Adafactor(ListSteps, torch.optim.Adafactor):
@@ -162,10 +163,7 @@ def check_factors(
     Raises:
         OptimizerSettingError: for a value that is out of range.
     """
-    if not isinstance(eps, tuple | list) or len(eps) != 2:
-        raise OptimizerSettingError(f"{name}: eps={eps!r}; give 2 numbers above 0, such as eps=(1e-30, 1e-3)")
-    for one in eps:
-        positive(name, "eps", one, example="(1e-30, 1e-3)")
+    stabilizers(name, eps, example="(1e-30, 1e-3)")
     positive(name, "clip_threshold", clip_threshold, example="1.0")
     if not isinstance(decay_rate, float) or not -1 <= decay_rate < 0:
         raise OptimizerSettingError(
@@ -257,10 +255,8 @@ class AdafactorHF(MatrixOptimizer):
             return chosen
         counts = [self._count(p) for p in factored]
         rates = self._rates(group, counts, rate)
-        for p in factored:
-            if "exp_avg_sq_row" not in self.state[p]:
-                self.state[p]["exp_avg_sq_row"], self.state[p]["exp_avg_sq_col"] = zero_means(self.blocks, p)
-        rows, columns = ([self.state[p][f"exp_avg_sq_{key}"] for p in factored] for key in ("row", "col"))
+        pairs = [running_means(self.state[p], "exp_avg_sq", self.blocks, p) for p in factored]
+        rows, columns = [row for row, _ in pairs], [column for _, column in pairs]
         sums = self.kernels["square_sum_lists"](gradients)
         decays = [1 - count ** group["decay_rate"] for count in counts]
         take_lists(factored, (rows, columns), sums, decays, eps=group["eps"][0])
@@ -340,11 +336,9 @@ def adafactor_updates(
     sums = iter(blocks.sums(wanted()))
     updates, sized = {}, {}
     for p, gradient in gradients.items():
-        decay, state = 1.0 - counts[p] ** group["decay_rate"], optimizer.state[p]
+        decay = 1.0 - counts[p] ** group["decay_rate"]
         if gradient.dim() >= 2:
-            if "exp_avg_sq_row" not in state:
-                state["exp_avg_sq_row"], state["exp_avg_sq_col"] = zero_means(blocks, like[p])
-            means = state["exp_avg_sq_row"], state["exp_avg_sq_col"]
+            means = running_means(optimizer.state[p], "exp_avg_sq", blocks, like[p])
             add_to_means(blocks, like[p], means, [next(sums), next(sums)], decay)
             updates[p] = inverse_root(blocks, like[p], *means).mul_(gradient)
         else:

@@ -15,11 +15,11 @@ from meshfold.optimizers.factored import (
     inverse_root,
     rms,
     row_and_column,
+    running_means,
     square_sum,
     take_lists,
-    zero_means,
 )
-from meshfold.optimizers.settings import OptimizerSettingError, at_least, decay_rates, learning_rate, positive
+from meshfold.optimizers.settings import at_least, decay_rates, learning_rate, positive, stabilizers
 
 
 class Came(MatrixOptimizer):
@@ -52,10 +52,7 @@ class Came(MatrixOptimizer):
         """
         learning_rate("Came", lr)
         decay_rates("Came", "betas", betas, example=(0.9, 0.999, 0.9999))
-        if not isinstance(eps, tuple | list) or len(eps) != 2:
-            raise OptimizerSettingError(f"Came: eps={eps!r}; give 2 numbers above 0, such as eps=(1e-30, 1e-16)")
-        for one in eps:
-            positive("Came", "eps", one, example="(1e-30, 1e-16)")
+        stabilizers("Came", eps, example="(1e-30, 1e-16)")
         positive("Came", "clip_threshold", clip_threshold, example="1.0")
         at_least("Came", "weight_decay", weight_decay, 0.0, example="0.01")
         super().__init__(
@@ -103,11 +100,8 @@ class Came(MatrixOptimizer):
 
     def _kept(self, factored: list[Tensor], key: str) -> tuple[list[Tensor], list[Tensor]]:
         """Return running means of rows and of columns of matrices, zeros at first."""
-        for p in factored:
-            state = self.state[p]
-            if f"{key}_row" not in state:
-                state[f"{key}_row"], state[f"{key}_col"] = zero_means(self.blocks, p)
-        return [self.state[p][f"{key}_row"] for p in factored], [self.state[p][f"{key}_col"] for p in factored]
+        pairs = [running_means(self.state[p], key, self.blocks, p) for p in factored]
+        return [rows for rows, _ in pairs], [columns for _, columns in pairs]
 
     def _step_on(self, group: dict[str, Any], bucket: list[Tensor]) -> None:
         """Step some parameters, with two rounds of sums: of squares, then of updates and distances.

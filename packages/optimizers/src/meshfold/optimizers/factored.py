@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +19,13 @@ def zero_means(blocks: Blocks, parameter: Tensor) -> tuple[Tensor, Tensor]:
     """Return the first row means and column means of the last two dims: zeros."""
     shape = blocks.shape(parameter)
     return parameter.new_zeros(shape[:-1]), parameter.new_zeros(shape[:-2] + shape[-1:])
+
+
+def running_means(state: dict[str, Any], key: str, blocks: Blocks, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the means of rows and of columns that a parameter's state keeps under a name, zeros at first; ``like``: its block."""
+    if f"{key}_row" not in state:
+        state[f"{key}_row"], state[f"{key}_col"] = zero_means(blocks, like)
+    return state[f"{key}_row"], state[f"{key}_col"]
 
 
 def row_and_column(parameter: Tensor, squares: Tensor) -> tuple[SumOver, SumOver]:

@@ -62,6 +62,18 @@ def decay_rates(optimizer: str, name: str, value: object, *, example: Sequence[f
         )
 
 
+def stabilizers(optimizer: str, value: object, *, example: str) -> None:
+    """Check a pair of numbers above 0 that keep an optimizer from dividing by 0.
+
+    Raises:
+        OptimizerSettingError: for anything else.
+    """
+    if not isinstance(value, tuple | list) or len(value) != 2:
+        raise OptimizerSettingError(f"{optimizer}: eps={value!r}; give 2 numbers above 0, such as eps={example}")
+    for one in value:
+        positive(optimizer, "eps", one, example=example)
+
+
 def adam_settings(optimizer: str, lr: object, betas: object, eps: object, weight_decay: object) -> None:
     """Check the settings that optimizers share with AdamW.
 

@@ -60,6 +60,10 @@ class ShardedSequenceLayout:
     def parameter_dims(self, parameter: Tensor) -> None:
         """Return None: parameters are whole."""
 
+    def reads_shapes(self, module: nn.Module) -> bool:
+        """Return False: this layout knows no such module."""
+        return False
+
     def communicates(self, module: nn.Module) -> bool:
         """Return True if a module is a loss that knows that its labels are sharded."""
         return bool(getattr(module, "causal_lm_loss", False))

@@ -82,7 +82,6 @@ class Tracker(TorchDispatchMode):
         flat: the residual stream has its tokens in one dim, where the model's code expects two.
         random_axes: axes along which ranks have the same data, or parts of it, and may draw different random numbers.
         overlooked: ends of the names of files whose operations may mix shards, since their results are not used.
-        reads_shapes: returns True for a module that reads nothing but the shape of a floating-point input.
         inferred: which size of the ``unflatten`` under way the user has left open.
         asked: the sizes of the current view, as written.
         rows: where tensors have the rows of the batch.
@@ -97,14 +96,16 @@ class Tracker(TorchDispatchMode):
         module: Callable[[], str] = str,
         remedy: Callable[[tuple[str, ...]], str] = lambda axes: "",
         parameter_dims: Callable[[Tensor], Dims | None] = lambda parameter: None,
+        reads_shapes: Callable[[nn.Module], bool] = lambda module: False,
     ) -> None:
         """Args:
         module, remedy: see above.
         parameter_dims: returns the layout of a parameter that is sharded; None for one that is whole.
+        reads_shapes: returns True for a module that reads nothing but the shape of a floating-point input.
         """
         super().__init__()  # type: ignore[no-untyped-call]
         self.records, self.rows = Records(parameter_dims), Rows(_RULES)
-        self.module, self.remedy = module, remedy
+        self.module, self.remedy, self._reads_shapes = module, remedy, reads_shapes
         self.token_split: Split | None = None
         self.local_tokens = 0
         self.inferred: int | None = None
@@ -113,7 +114,6 @@ class Tracker(TorchDispatchMode):
         self.moved: list[Dims] = []
         self.random_axes: tuple[str, ...] = ()
         self.overlooked: tuple[str, ...] = ()
-        self.reads_shapes: Callable[[nn.Module], bool] = lambda module: False
         self._off = self._apart = 0
 
     @property
@@ -271,7 +271,7 @@ class Tracker(TorchDispatchMode):
         frame = _user_frame()
         name = "" if frame is None else given_to(frame)
         module = None if frame is None or not name else getattr(frame.f_locals.get("self"), name, None)
-        return isinstance(module, nn.Module) and self.reads_shapes(module)
+        return isinstance(module, nn.Module) and self._reads_shapes(module)
 
     def _looked_up(self, ids: Tensor, out: Tensor) -> None:
         """Mark looked-up rows as equal along dims in which all ids are equal; they can serve as a shard."""

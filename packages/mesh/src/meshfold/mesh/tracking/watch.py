@@ -40,6 +40,9 @@ class TrackingHooks(Protocol):
     def parameter_dims(self, parameter: Tensor) -> Dims | None:
         """Return the layout of a parameter of the forward that has begun; None if it is whole on every rank."""
 
+    def reads_shapes(self, module: nn.Module) -> bool:
+        """Return True if a module reads nothing but the shape of a floating-point input."""
+
     def communicates(self, module: nn.Module) -> bool:
         """Return True if a module's own code may communicate between ranks, so that it is not tracked."""
 
@@ -165,7 +168,12 @@ class TrackedForward:
     def __init__(self, model: nn.Module, hooks: Sequence[TrackingHooks], given: Mapping[str, Any]) -> None:
         self._model, self._hooks, self._given = model, hooks, given
         self._running = running = _RunningModules(model, hooks)
-        self._tracker = Tracker(module=running.where, remedy=running.remedy, parameter_dims=running.parameter_dims)
+        self._tracker = Tracker(
+            module=running.where,
+            remedy=running.remedy,
+            parameter_dims=running.parameter_dims,
+            reads_shapes=lambda module: any(one.reads_shapes(module) for one in hooks),
+        )
         self._untracked: AbstractContextManager[Any] = nullcontext()  # around a module that communicates
         self._open = ExitStack()
 

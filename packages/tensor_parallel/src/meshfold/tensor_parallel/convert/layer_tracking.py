@@ -39,7 +39,10 @@ class LayerTracking(OnMesh):
         found.random_axes = (*found.random_axes, *spanning_axes(self.mesh, self.mode.axes))
         # These test if a mask is all ones, to drop it; each rank may decide that for its own rows.
         found.overlooked = ("transformers/masking_utils.py", "transformers/cache_utils.py")
-        found.reads_shapes = lambda module: isinstance(module, PositionEmbedding) and module.reads_shapes
+
+    def reads_shapes(self, module: nn.Module) -> bool:
+        """Return True for a table of positions whose input says a shape."""
+        return isinstance(module, PositionEmbedding) and module.reads_shapes
 
     def parameter_dims(self, parameter: Tensor) -> Dims | None:
         """Return the layout of a parameter that a sharded layer has split; other code that reads it gets a shard."""

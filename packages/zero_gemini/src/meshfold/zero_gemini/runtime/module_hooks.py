@@ -38,7 +38,6 @@ class Runtime:
         is_quiet: hooks do nothing.
         capture: captures what the hooks do; None if they only do it.
         needs_memory: called before a forward of the model that is not captured, and with True before chunks move; None: nothing.
-        on_entered: called when a unit is entered in training, before its chunks are gathered; None: nothing.
     """
 
     def __init__(
@@ -51,6 +50,7 @@ class Runtime:
         steps_in_background: Callable[[Chunk], bool] = lambda chunk: False,
         before_evaluation: Callable[[], None] | None = None,
         check_forward: Callable[[], None] | None = None,
+        on_entered: Callable[[], None] | None = None,
         on_left: Callable[[], None] | None = None,
         recomputes: Callable[[str], bool] = lambda unit: False,
     ) -> None:
@@ -63,10 +63,11 @@ class Runtime:
         before_evaluation: called before a forward without gradients while steps are pending, since its result is read
             before the ranks agree again on errors. None: nothing.
         check_forward: called before each forward of the model; raises if none is allowed. None: nothing.
+        on_entered: called when a unit is entered in training, before its chunks are gathered. None: nothing.
         on_left: called in a backward whenever a unit was left for the last time. None: nothing.
         recomputes: returns True if a unit of this name repeats its forward in its backward.
         """
-        self._calls, self._on_left, self._check_forward = calls, on_left, check_forward
+        self._calls, self._on_entered, self._on_left, self._check_forward = calls, on_entered, on_left, check_forward
         self._recomputes = recomputes
         self._chunks: dict[Unit, list[Chunk]] = {}
         self._steps_in_background = steps_in_background
@@ -84,7 +85,6 @@ class Runtime:
         self.is_quiet = False
         self.capture: CapturedMoves | None = None
         self.needs_memory: Callable[[bool], None] | None = None
-        self.on_entered: Callable[[], None] | None = None
         self._held: dict[Chunk, None] = {}  # gathered, or being gathered
         self._in_backward = False
         self.order: list[Unit] = []
@@ -117,7 +117,7 @@ class Runtime:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()  # some have the hooks, which call this
-        self.on_entered = None
+        self._on_entered = None
 
     def reread(self) -> None:
         """Find the chunks that are not resident or may have a pending step. Call it after chunks were moved."""
@@ -288,8 +288,8 @@ class Runtime:
             if torch.is_grad_enabled() or self._in_backward:
                 self._seen.append(unit)
                 self._seen_forward += not self._in_backward
-            if self.on_entered is not None:
-                self.on_entered()
+            if self._on_entered is not None:
+                self._on_entered()
         wanted = self._read((inside, self._reads[inside]) for inside in self._inside)
         ahead = self._read(self._next()) if self._expects(unit) else {}
         self._release(self._evicted(chunk for chunk in self._held if chunk not in wanted and chunk not in ahead))

@@ -272,6 +272,7 @@ class ChunkedModel(ParameterValues):
             light=frozenset(unit for unit in self._units if unit.name in light),
             steps_in_background=self._pending.in_background,
             check_forward=None if self._early is None else self._early.check,
+            on_entered=lambda: self._flow.collect_earlier(),
             on_left=None if self._early is None else self._early.go,
             recomputes=recomputes,
         )
@@ -279,7 +280,6 @@ class ChunkedModel(ParameterValues):
         self._flow = GradientFlow(
             self._gradients, order, self.memory.device, self._runtime, calls, self._early, self._speculative
         )
-        self._runtime.on_entered = self._flow.collect_earlier
 
     # -- the optimizer -----------------------------------------------------------------------------------------
 
