@@ -12,6 +12,7 @@ import pytest
 
 from benchmarks.common import write
 from benchmarks.foresight import report
+from benchmarks.foresight.again import planned_again
 from benchmarks.foresight.configurations import GiB, configurations, planned, runnable
 from benchmarks.foresight.first_choice import FirstChoice
 from benchmarks.foresight.run import main, measure, outcomes
@@ -19,6 +20,7 @@ from benchmarks.foresight.worker import measured, run
 from meshfold.mesh import Mesh, ParallelSpec, start
 from meshfold.mesh.testing import run_on_ranks
 from meshfold.planner import find_machine
+from meshfold.planner.calibration import write_machine
 
 KNOWN = configurations()
 TINY = replace(KNOWN["cpu-tensor2"], model="llama-tiny", changes=(), seq_len=16, batch=4)
@@ -202,3 +204,30 @@ def test_a_worker_notes_what_it_begins_and_stops_in_time(tmp_path: Path, monkeyp
     run({**job, "until": 2.0**40})
     first, second = map(json.loads, out.read_text().splitlines())
     assert first == {"name": "small", "begun": True} and second["bytes"] > 0
+
+
+def test_measured_configurations_are_planned_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """For the machine that they were planned for, and for another one; those that did not run are left out."""
+    machine, slower = find_machine("laptop"), tmp_path / "slower.json"
+    file = tmp_path / "found.json"
+    write_machine(replace(machine, flops={name: rate / 10 for name, rate in machine.flops.items()}), slower, {})
+    one = replace(TINY, ranks=1, parallel="dict()")
+    foreseen = planned(one, machine, tmp_path)
+    entry = {"configuration": asdict(one), "planned": {"seconds": 9.0, "bytes": 1}}
+    ran = {**entry, "runs": [{"seconds": [foreseen.seconds, 2 * foreseen.seconds], "bytes": foreseen.bytes}]}
+    found = {
+        "machine": {"cpu_cores": 2, "torch": "2"},
+        "calibrated": {"1": asdict(machine)},
+        "configurations": {"tiny": ran, "full": {**entry, "runs": [{"error": "full"}]}},
+    }
+    file.write_text(json.dumps(found))
+    again = planned_again(found, None, None, tmp_path)
+    assert list(again["configurations"]) == ["tiny"]
+    assert again["configurations"]["tiny"]["planned"] == {"seconds": foreseen.seconds, "bytes": foreseen.bytes}
+    slow = planned_again(found, find_machine(str(slower)), ["tiny"], tmp_path)["configurations"]["tiny"]["planned"]
+    assert slow["seconds"] > foreseen.seconds and slow["bytes"] == foreseen.bytes
+    main(["--again", str(file)])
+    row = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("| tiny"))
+    assert "| 9 |" in row and row.endswith("| 2.00 |")
+    with pytest.raises(SystemExit, match="no measured configuration"):
+        main(["--again", str(file), "--only", "full"])

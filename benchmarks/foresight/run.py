@@ -3,7 +3,8 @@
 `meshfold bench foresight` calibrates the machine (or takes `--machine FILE`), plans the configurations that its devices can
 hold, trains each for some steps, `--rounds` times by turns, and says whether the bars are met: memory within 5 %, time within 10 %
 for nine of ten and within 20 % for all. `--list` shows the configurations, `--report FILE.json` makes table and plot from a
-result. A result is added to: on one, two and four GPUs of the same kind, one after the other.
+result. A result is added to: on one, two and four GPUs of the same kind, one after the other. `--again FILE.json` plans what was
+measured again, with `--machine` or as it was calibrated, and shows both errors; it needs no GPU.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that this fil
 import torch
 
 from benchmarks.common import add_output, by_turns, check_out, how_it_ended, machine, start_ranks, write
+from benchmarks.foresight.again import compared, planned_again
 from benchmarks.foresight.configurations import Configuration, configurations, planned, runnable
 from benchmarks.foresight.report import report, verdict_lines
 from meshfold.mesh import MeshfoldError
@@ -41,6 +43,8 @@ def main(argv: Sequence[str]) -> int:
     if args.list:
         print("\n".join(f"{name:<26} {one.ranks} {one.device:<5} {_words(one)}" for name, one in known.items()))
         return 0
+    if args.again:
+        return again(args.again, args)
     check_out(args.out)
     with tempfile.TemporaryDirectory(prefix="foresight-") as folder:
         # Links differ with the number of ranks, and so does a rank's share of a host: one machine for each number.
@@ -56,6 +60,18 @@ def main(argv: Sequence[str]) -> int:
     return int(any(not ok for _, ok in verdict_lines(result)))
 
 
+def again(path: Path, args: argparse.Namespace) -> int:
+    """Plan a result's configurations again and print both errors; 1 if a bar is missed."""
+    before = json.loads(path.read_text())
+    with tempfile.TemporaryDirectory(prefix="foresight-") as folder:
+        chosen = find_machine(args.machine) if args.machine else None
+        after = planned_again(before, chosen, args.only, Path(folder))
+    if not after["configurations"]:
+        raise SystemExit(f"{path} has no measured configuration of these names")
+    print(compared(before, after))
+    return int(any(not ok for _, ok in verdict_lines(after)))
+
+
 def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="meshfold bench foresight", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--device", choices=("cpu", "cuda"), help="(default: GPUs where there are some)")
@@ -69,6 +85,9 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--window-s", type=float, default=3.0, help="seconds of timed steps in a start")
     parser.add_argument("--budget-s", type=float, default=3600.0, help="seconds after which no configuration is begun")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds without a new result that end the ranks")
+    parser.add_argument(
+        "--again", metavar="FILE.json", type=Path, help="plan the measured configurations of a result again"
+    )
     parser.add_argument("--list", action="store_true", help="the configurations")
     add_output(parser, "foresight")
     args = parser.parse_args(argv)

@@ -283,3 +283,19 @@ def test_a_model_of_gelus_too() -> None:
         lambda: GPT(config), ParallelSpec.parse({}, 1), batch_size=2, seq_len=64, precision="bf16", machine=H200
     )
     assert 0 < step_speed(found, H200, "bf16").mfu < 1
+
+
+def test_messages_take_no_seconds_of_operators() -> None:
+    """A gather, a scatter and an exchange move what their message moves; a sum and a broadcast copy their operand first."""
+    found = planned({"tensor": 2, "sequence": {"mode": "megatron"}}, 2)
+    bytes_of: Counter[str] = Counter()
+    for operator, count in found.work.operators.items():
+        if operator.name.startswith("_c10d_functional"):
+            bytes_of[operator.name.removeprefix("_c10d_functional.")] += count * operator.bytes
+    assert {name for name, moved in bytes_of.items() if not moved} == {
+        "all_gather_into_tensor",
+        "reduce_scatter_tensor",
+        "wait_tensor",
+    }
+    sums = sum(entry.calls for entry in found.traffic if entry.kind == "all_reduce")
+    assert sums and bytes_of["all_reduce"] > 0

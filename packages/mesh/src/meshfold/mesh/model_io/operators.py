@@ -143,7 +143,8 @@ class OperatorCounter(TorchDispatchMode):
             flop = 0 if formula is None else int(formula(*given, **kwargs, out_val=made))
             if self._inside is None:
                 fp8 = func.overloadpacket is torch.ops.aten._scaled_mm
-                moved, (side, outputs) = _bytes_of((args, kwargs, made)), _sizes_of(func.overloadpacket, args)
+                moved = 0 if func.overloadpacket in _MESSAGES else _bytes_of((args, kwargs, made))
+                side, outputs = _sizes_of(func.overloadpacket, args)
                 name = "" if flop else str(func.overloadpacket).removesuffix("_")
                 self.note(Operator(flop, moved, phase=self._phase, fp8=fp8, side=side, outputs=outputs, name=name))
             else:
@@ -183,6 +184,16 @@ _FACTORS = {
     torch.ops.aten.baddbmm_: 1,
 }
 """Products of two matrices: the place of the first among the arguments."""
+
+_MESSAGES = {
+    torch.ops._c10d_functional.all_gather_into_tensor,
+    torch.ops._c10d_functional.all_gather_into_tensor_out,
+    torch.ops._c10d_functional.reduce_scatter_tensor,
+    torch.ops._c10d_functional.all_to_all_single,
+    torch.ops._c10d_functional.wait_tensor,
+}
+"""Operators that the host launches and whose seconds on a device are those of their messages, which a log has. Sums and broadcasts
+are not among them: they copy their operand first."""
 
 _MAKES_NOTHING = {
     torch.ops.aten.empty,
