@@ -19,9 +19,10 @@ from meshfold.planner.calibration import read_machine
 def configuration_of(entries: Mapping[str, Any]) -> Configuration:
     """Return the configuration that a result has as JSON."""
     known = {field.name for field in fields(Configuration)}
-    return Configuration(
-        **{key: tuple(value) if isinstance(value, list) else value for key, value in entries.items() if key in known}
-    )
+    given: dict[str, Any] = {
+        key: tuple(value) if isinstance(value, list) else value for key, value in entries.items() if key in known
+    }
+    return Configuration(**given)
 
 
 def calibrated(result: Mapping[str, Any], ranks: int, folder: Path) -> Machine:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from meshfold.mesh import Mesh, SpecError, all_reduce, start
-from meshfold.mesh.model_io import Operator
+from meshfold.mesh.model_io import DryRun, Operator
 from meshfold.mesh.testing import ranks
 from meshfold.planner import MACHINES, find_machine
 from meshfold.planner.calibration import (
@@ -33,7 +33,7 @@ from meshfold.planner.calibration import (
     write_machine,
 )
 from meshfold.planner.calibration.fits import share_and_lag
-from meshfold.planner.calibration.launches import Counts, HostSeconds, counted, launches_of
+from meshfold.planner.calibration.launches import Counts, HostSeconds, _Model, counted, launches_of, with_experts
 from meshfold.planner.calibration.messages import hidden_of
 from meshfold.planner.calibration.operators import calls_of, moved, operator_rates
 from meshfold.planner.calibration.samples import output_samples, side_samples
@@ -141,9 +141,12 @@ def test_a_machine_is_read_as_it_was_written(name: str, tmp_path: Path) -> None:
         attention={64: 0.4, 128: 0.5},
         lag={64: 300.0, 128: 0.0},
         by_name={"aten.gelu": 0.8, "dropout.drop": 1.2},
+        start=2e-6,
+        hidden_by_kind={"all_gather": 0.5, "reduce_scatter": 0.0},
     )
     link = Link(latency=1e-5, rate=1e9, error=0.1, by_size=((1e3, 1e-5), (1e6, 1e-3)))
-    machine = replace(MACHINES[name], efficiency=reached, collectives={"all_reduce": link})
+    host = replace(MACHINES[name].host, stepping=1e11, moments=2e11)
+    machine = replace(MACHINES[name], efficiency=reached, collectives={"all_reduce": link}, host=host)
     file = tmp_path / "new" / "machine.json"
     write_machine(machine, file, {"what": "was measured"})
     assert find_machine(str(file)) == machine
@@ -169,6 +172,10 @@ def test_a_machine_is_read_as_it_was_written(name: str, tmp_path: Path) -> None:
             "by_output must have its pairs by rising elements",
         ),
         ({"efficiency": {"lag": {"64": -1}}}, "lag=-1 must be a number above 0"),
+        (
+            {"efficiency": {"hidden_by_kind": {"all_gather": -1}}},
+            "hidden_by_kind: all_gather=-1 must be a number above 0",
+        ),
     ],
 )
 def test_a_wrong_file_says_what_to_change(change: dict[str, Any], said: str, tmp_path: Path) -> None:
@@ -245,6 +252,39 @@ def test_launches_explain_the_seconds_that_a_model_took() -> None:
     assert launches_of(took(without), took(without), without, without).kernel_backward == 1.0
     quick = replace(took(fused), forward=0.0)
     assert launches_of(took(without), quick, without, fused).kernel_forward == 1.0
+
+
+def test_layers_of_experts_take_what_their_operators_do_not_explain() -> None:
+    known = Launches(forward=2.0, backward=1.0, kernel_forward=5.0, kernel_backward=7.0, parameter=3.0)
+    counts = Counts(forward=10, backward=20, kernels_forward=3, kernels_backward=2, parameters=4)
+    took = HostSeconds(forward=20.0 + 15.0 + 8.0, backward=20.0 + 14.0 + 6.0, update=0.0)
+    found = with_experts(known, took, counts, layers=2)
+    assert (found.experts_forward, found.experts_backward) == (4.0, 3.0)
+    assert replace(found, experts_forward=0.0, experts_backward=0.0) == known
+    quick = with_experts(known, replace(took, forward=1.0), counts, layers=2)
+    assert quick.experts_forward == 0.0  # noise makes no layer faster than its operators
+
+
+def test_a_model_of_experts_is_charged_for_its_layers() -> None:
+    """Once in a forward and once in a backward; a forward that recomputation runs again has no backward of its own."""
+    slow = replace(H200, launches=Launches(**{**dict.fromkeys(vars(Launches()), 0.0), "experts_forward": 2.0}))
+    both = replace(slow, launches=replace(slow.launches, experts_backward=3.0))
+    places = {
+        phase: Operator(0, bytes=8, phase=phase, ours=True, name="expert_places.placed")
+        for phase in ("forward", "repeated")
+    }
+    work = Work(operators={places["forward"]: 4, places["repeated"]: 4, Operator(0, bytes=8, name="aten.add"): 9})
+    phases = work.phases(both, "bf16")
+    assert (phases.launched_forward, phases.launched_backward) == (8.0, 8.0 + 12.0)
+    for experts, layers in ((False, 0), (True, 2)):
+        with torch.device("meta"):
+            model = _Model(2, norms=False, experts=experts)
+            ids = torch.empty(1, 8, dtype=torch.int64)
+        with DryRun() as run, Work.counted(run) as counter:
+            model.bfloat16()(ids, ids)["loss"].backward()
+        assert Work.of(counter).phases(slow, "bf16").host == pytest.approx(2.0 * layers)
+        # A GPU multiplies the rows of all experts in one launch, without filling the result before.
+        assert not layers or not any(one.name == "aten.new_zeros" for one in counter.counts)
 
 
 def test_the_model_that_measures_launches_has_kernels_on_a_gpu_only() -> None:

@@ -80,6 +80,35 @@ def test_narrow_products_few_keys_and_slow_names_take_longer() -> None:
     assert [took(Operator(0, 10**9, name=name)) for name in ("aten.gelu", "aten.add")] == pytest.approx([4, 1])
 
 
+def test_an_operator_without_matmuls_takes_its_start_too() -> None:
+    late = replace(H200.efficiency, start=3e-6)
+    slow = replace(H200, efficiency=late)
+    small, matmul = Operator(0, bytes=1000, name="aten.add"), Operator(10**9, bytes=1000)
+    message = Operator(0, bytes=0, name="_c10d_functional.wait_tensor")
+    for operator, more in ((small, 3e-6), (matmul, 0.0), (message, 0.0)):
+        seconds = [operator_seconds(operator, machine, "bf16") for machine in (H200, slow)]
+        assert seconds[1] - seconds[0] == pytest.approx(more)
+    for zero in ({}, {"zero": {"stage": 1}}):  # copies into chunks are operators
+        found = planned({"data": 2, **zero}, 2)
+        assert step_times(found, slow, "bf16").compute > step_times(found, H200, "bf16").compute
+
+
+def test_what_is_hidden_depends_on_the_kind() -> None:
+    """Shares are weighted by seconds; of kinds that were not measured it is that of all."""
+    reached = Efficiency(hidden=0.5, hidden_by_kind={"all_gather": 1.0, "reduce_scatter": 0.0})
+    assert reached.hidden_of({}) == 0.5 and reached.hidden_of({"broadcast": 2.0}) == 0.5
+    assert reached.hidden_of({"all_gather": 3.0, "reduce_scatter": 1.0}) == 0.75
+    found = planned({"data": 4, "zero": {"stage": 3}})
+
+    def hidden(**shares: float) -> float:
+        machine = replace(H200, efficiency=replace(H200.efficiency, hidden_by_kind=shares))
+        return step_times(found, machine, "bf16").hidden
+
+    none, sums, all_of_it = hidden(all_gather=0.0, reduce_scatter=0.0), hidden(all_gather=0.0), hidden()
+    assert none == 0.0 < sums < all_of_it == 1.0
+    assert step_times(planned({"data": 4}), H200, "bf16").hidden == 1.0
+
+
 def test_operators_have_the_sides_and_names_that_are_measured() -> None:
     x, weight = torch.empty(64, 32, device="meta"), torch.empty(48, 32, device="meta")
     with DryRun() as run, Work.counted(run) as counter:

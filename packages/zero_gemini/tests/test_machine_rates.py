@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from stepping_cases import SHAPES, Small, adam
 
 from meshfold.mesh import Group
 from meshfold.zero_gemini.chunks.placement import ChunkPlacement
+from meshfold.zero_gemini.machine_rates import host_in_use
 from meshfold.zero_gemini.machine_rates import samples as measuring
 from meshfold.zero_gemini.machine_rates.observed import ENOUGH_ELEMS, with_observed_rates
 from meshfold.zero_gemini.memory.arena import Arena, Memory
@@ -256,3 +258,37 @@ def test_moments_are_hidden_as_fast_as_they_were_seen() -> None:
 )
 def test_a_few_elements_say_nothing_of_the_memory(few: dict[StepKind, StepTiming]) -> None:
     assert with_observed_rates(EMULATED, REGIMES["A"], few) is EMULATED
+
+
+def test_a_host_in_use_is_measured_by_all_bytes_and_the_time_of_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a pass that warms up, chunks are stepped in turn; everything is freed, and the cores are those of before."""
+    monkeypatch.setattr(measuring, "_ELEMENTS", 2**16)
+    monkeypatch.setattr(host_in_use, "_CHUNKS", 2)
+    monkeypatch.setattr(host_in_use, "_LEAST_S", 0.0)
+    made = Clock()
+    monkeypatch.setattr(host_in_use, "time", made)
+    done: list[str] = []
+
+    def kernel(name: str, seconds: float) -> Callable[..., None]:
+        def run(*_: object, **__: object) -> None:
+            done.append(name)
+            made.now += seconds
+
+        return run
+
+    monkeypatch.setattr(host_in_use, "adam_update_parameters", kernel("parameters", 0.5))
+    monkeypatch.setattr(host_in_use, "adam_update_moments", kernel("moments", 0.25))
+    monkeypatch.setattr(host_in_use, "synchronize", lambda device: setattr(made, "now", made.now + 100.0))
+    threads = torch.get_num_threads()
+    found = host_in_use.measure_host_in_use(torch.device("cpu"))
+    assert done == ["parameters"] * 4 + ["moments"] * 4  # one pass warms up, one is timed
+    assert found.parameters == pytest.approx(18 * 2**16 / 0.5) and found.moments == pytest.approx(18 * 2**16 / 0.25)
+    assert torch.get_num_threads() == threads
+
+
+def test_a_host_in_use_is_measured_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measuring, "_ELEMENTS", 2**16)
+    monkeypatch.setattr(host_in_use, "_CHUNKS", 2)
+    monkeypatch.setattr(host_in_use, "_LEAST_S", 0.001)
+    found = host_in_use.measure_host_in_use(torch.device("cpu"))
+    assert found.parameters > 0 and found.moments > 0

@@ -34,8 +34,8 @@ def grouped_product(left: Tensor, right: Tensor, ends: Tensor, counts: Sequence[
     Returns:
         in the dtype of ``left``; matrices of experts without rows are zero.
     """
-    # Of meta tensors the loop's products are counted.
-    in_triton = left.dtype in _IN_TRITON and not left.is_meta
+    # Of meta tensors the loop's products are counted: as one launch where they stand for a GPU.
+    in_triton = left.dtype in _IN_TRITON and (not left.is_meta or dispatch.on_gpu(left))
     found = dispatch.piece(product, left, right) if in_triton else product
     return found(left, right, ends, counts)
 

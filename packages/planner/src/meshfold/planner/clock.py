@@ -19,6 +19,9 @@ from meshfold.planner.machines import Machine
 
 __all__ = ["MATMULS", "Phases", "Work", "kernels_of", "operator_seconds", "optimizer_seconds"]
 
+_OF_EXPERTS = "expert_places.placed"
+"""The kernel that a layer of experts runs once in a forward."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Phases:
@@ -123,6 +126,9 @@ class Work:
             later = operator.phase != FORWARD
             spent[later] += count * operator_seconds(operator, machine, precision)
             launched[later] += count * machine.launches.of(operator)
+            if operator.name == _OF_EXPERTS:  # one of each layer's forward
+                launched[later] += count * machine.launches.experts_forward
+                launched[True] += count * machine.launches.experts_backward * (operator.phase == FORWARD)
         return Phases(
             forward=spent[False],
             backward=spent[True],
@@ -157,11 +163,14 @@ class Work:
 
 
 def operator_seconds(operator: Operator, machine: Machine, precision: str) -> float:
-    """Return the seconds of an operator on a machine: the longer of its FLOP and of the bytes that it reads and writes."""
+    """Return the seconds of an operator on a machine: the longer of its FLOP and of the bytes that it reads and writes.
+
+    One without FLOP also takes its start; shares of matmuls and of attention were measured with theirs.
+    """
     reached = machine.efficiency
     moving = operator.bytes / (reached.of_memory(operator.name) * machine.memory_rate)
     if not operator.flop:
-        return moving
+        return moving + reached.start * bool(operator.bytes)
     if operator.head_dim:
         rate = machine.flops[precision]
         quickest = max(flops for name, flops in machine.flops.items() if name != "fp8")

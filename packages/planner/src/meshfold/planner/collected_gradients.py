@@ -38,10 +38,11 @@ def copy_of(elements: float, each: float, regime: Regime) -> Operator:
     return Operator(0, bytes=round(elements * each), phase=BACKWARD, name=name)
 
 
-def copy_seconds(elements: float, each: float, regime: Regime, machine: Machine) -> float:
-    """Return the seconds of the same on a machine."""
+def copy_seconds(elements: float, each: float, regime: Regime, machine: Machine, copies: int = 1) -> float:
+    """Return the seconds of the same in so many copies on a machine."""
     one = copy_of(elements, each, regime)
-    return one.bytes / (machine.efficiency.of_memory(one.name) * machine.memory_rate)
+    moving = one.bytes / (machine.efficiency.of_memory(one.name) * machine.memory_rate)
+    return moving + copies * machine.efficiency.start * bool(one.bytes)
 
 
 def taking(note: Callable[[Operator], None], each: float, regime: Regime) -> Callable[[Tensor], None]:

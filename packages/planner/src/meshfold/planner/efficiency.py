@@ -36,7 +36,10 @@ class Efficiency:
         elementwise: share of ``memory_rate`` that operators without matmuls reach.
         by_name: the same of operators that were measured, by the name that plans count them with.
         optimizer: share of ``memory_rate`` that the step of the optimizer reaches.
+        start: seconds from an operator's end to the next one's work, where a queue is full: a device takes them for every operator
+            without matmuls, however small. 0: not measured.
         hidden: share of a collective that matmuls hide while both run: they share cores, memory and power. 1: all of it.
+        hidden_by_kind: the same of kinds of collectives that were measured.
     """
 
     matmuls: float = MATMULS
@@ -48,7 +51,9 @@ class Efficiency:
     elementwise: float = 1.0
     by_name: Mapping[str, float] = field(default_factory=dict)
     optimizer: float = OPTIMIZER
+    start: float = 0.0
     hidden: float = 1.0
+    hidden_by_kind: Mapping[str, float] = field(default_factory=dict)
 
     def of_matmul(self, precision: str, flop: float, side: int = 0, outputs: int = 0) -> float:
         """Return the share of ``flops`` that a matmul reaches: the least that its sizes allow.
@@ -82,6 +87,13 @@ class Efficiency:
         """Return the share of ``memory_rate`` that an operator of a name reaches."""
         return self.by_name.get(name, self.elementwise)
 
+    def hidden_of(self, seconds: Mapping[str, float]) -> float:
+        """Return the share that matmuls hide of collectives, given the seconds of each kind."""
+        whole = sum(seconds.values())
+        if not whole:
+            return self.hidden
+        return sum(self.hidden_by_kind.get(kind, self.hidden) * spent for kind, spent in seconds.items()) / whole
+
 
 def _share_at(table: tuple[tuple[float, float], ...], size: float) -> float:
     """Return the share for a size: interpolated by the size's logarithm, beyond the ends the nearest; 1 without pairs."""
@@ -107,6 +119,9 @@ class Launches:
         kernel_forward: of one of our kernels in a forward.
         kernel_backward: the same in a backward.
         parameter: of a parameter in the optimizer's step: its gradient's norm, its scale and its update.
+        experts_forward: of a layer of experts in a forward, beyond its operators and kernels: the Python that routes and sorts
+            tokens. 0: not measured.
+        experts_backward: the same in a backward.
     """
 
     forward: float = 2e-5
@@ -114,6 +129,8 @@ class Launches:
     kernel_forward: float = 4e-5
     kernel_backward: float = 4e-5
     parameter: float = 1e-5
+    experts_forward: float = 0.0
+    experts_backward: float = 0.0
 
     @classmethod
     def of_all(cls, seconds: float) -> Launches:

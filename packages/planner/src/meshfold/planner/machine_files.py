@@ -20,6 +20,10 @@ _MAY_BE_ZERO = {
     "launch",
     *(field.name for field in fields(Launches)),
     "hidden",
+    "hidden_by_kind",
+    "start",
+    "stepping",
+    "moments",
     "error",
     "lag",
     "latency",
@@ -128,7 +132,7 @@ def _number(name: str, value: Any, where: str) -> float:
     enough = (
         isinstance(value, int | float)
         and not isinstance(value, bool)
-        and (value > 0 or (name in _MAY_BE_ZERO and not value < 0))
+        and (value > 0 or (name.partition(":")[0] in _MAY_BE_ZERO and not value < 0))
     )
     if not enough:
         raise SpecError(

@@ -45,6 +45,9 @@ class Host:
         disk: bytes of a fast disk.
         disk_read: bytes a second.
         disk_write: bytes a second.
+        stepping: bytes a second of memory in a training step whose state is there, while the cores write parameters and these are
+            copied to devices, copies included. 0: not measured, ``bandwidth``.
+        moments: the same while they write moments, and gradients are copied from devices too. 0: ``stepping``.
     """
 
     memory: float
@@ -56,6 +59,8 @@ class Host:
     disk: float
     disk_read: float
     disk_write: float
+    stepping: float = 0.0
+    moments: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,7 +175,8 @@ class Machine:
             h2d=host.up,
             d2h=host.down,
             pcie_both=host.both,
-            host_memory=host.bandwidth / ranks,
+            host_memory=(host.stepping or host.bandwidth) / ranks,
+            moments_memory=host.moments / ranks,
             disk_read=host.disk_read / ranks,
             disk_write=host.disk_write / ranks,
             collective=self.slowest(mesh, axes),

@@ -1,16 +1,17 @@
-"""Seconds in which this host launches operators: a tiny model trains in the engine, without norms and with them.
+"""Seconds in which this host launches operators: a tiny model trains in the engine, without norms, with them, and with experts.
 
 Its layers are those of a real model, but so narrow that the device waits for the host. Seconds of a forward, a backward and an
 optimizer's step are divided among the operators that a plan counts in them. Norms are our only kernels in it, so the seconds that
-they add are theirs. Both models run as any model does, with the engine's linear layers, which take more time in Python than
-torch's: otherwise the kernels would be charged for that.
+they add are theirs. Experts have an MLP's place in a third model; what their layers take beyond their operators and kernels is
+Python that routes and sorts tokens. All models run as any model does, with the engine's linear layers, which take more time in
+Python than torch's: otherwise the kernels would be charged for that.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from meshfold.engine import Engine
+from meshfold.experts import MixtureOfExperts
 from meshfold.kernels.fuse import fuse
 from meshfold.mesh import Process
 from meshfold.mesh.model_io import BACKWARD, DryRun
@@ -26,33 +28,37 @@ from meshfold.planner.clock import Work
 from meshfold.planner.efficiency import Launches
 
 _WORDS, _WIDTH, _HEAD, _TOKENS = 64, 64, 32, 32
+_EXPERTS, _OF_A_TOKEN = 4, 2
 
 
 class _Layer(nn.Module):
-    """Attention and MLP, each after a norm if there are norms, and added to the residual stream."""
+    """Attention and MLP or experts, each after a norm if there are norms, and added to the residual stream."""
 
-    def __init__(self, *, norms: bool) -> None:
+    def __init__(self, *, norms: bool, experts: bool) -> None:
         super().__init__()
         self.before_attention, self.before_mlp = (nn.LayerNorm(_WIDTH) if norms else nn.Identity() for _ in range(2))
         self.qkv, self.out = nn.Linear(_WIDTH, 3 * _WIDTH), nn.Linear(_WIDTH, _WIDTH)
-        self.up, self.down = nn.Linear(_WIDTH, 2 * _WIDTH), nn.Linear(2 * _WIDTH, _WIDTH)
+        self.experts = MixtureOfExperts(_WIDTH, 2 * _WIDTH, _EXPERTS, _OF_A_TOKEN) if experts else None
+        if not experts:
+            self.up, self.down = nn.Linear(_WIDTH, 2 * _WIDTH), nn.Linear(2 * _WIDTH, _WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         rows, tokens, _ = x.shape
         q, k, v = self.qkv(self.before_attention(x)).view(rows, tokens, 3, -1, _HEAD).permute(2, 0, 3, 1, 4).unbind()
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).reshape(rows, tokens, _WIDTH))
-        made: Tensor = self.down(F.gelu(self.up(self.before_mlp(x))))
+        given = self.before_mlp(x)
+        made: Tensor = self.down(F.gelu(self.up(given))) if self.experts is None else self.experts(given)
         return x + made
 
 
 class _Model(nn.Module):
     """Layers between an embedding and a head; notes the host's seconds of its last forward."""
 
-    def __init__(self, layers: int, *, norms: bool) -> None:
+    def __init__(self, layers: int, *, norms: bool, experts: bool) -> None:
         super().__init__()
         self.embed, self.head = nn.Embedding(_WORDS, _WIDTH), nn.Linear(_WIDTH, _WORDS)
-        self.layers = nn.ModuleList([_Layer(norms=norms) for _ in range(layers)])
+        self.layers = nn.ModuleList([_Layer(norms=norms, experts=experts) for _ in range(layers)])
         self.took: list[float] = []
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> Mapping[str, Tensor]:
@@ -118,20 +124,40 @@ def launches_of(plain: HostSeconds, fused: HostSeconds, without: Counts, with_ke
     )
 
 
+def with_experts(found: Launches, took: HostSeconds, counts: Counts, layers: int) -> Launches:
+    """Return launches with those of layers of experts: what a model of them took beyond its operators and kernels.
+
+    Args:
+        found: of operators and kernels.
+        took: seconds of the model.
+        counts: its operators.
+        layers: of it.
+    """
+    forward = found.forward * counts.forward + found.kernel_forward * counts.kernels_forward
+    backward = found.backward * counts.backward + found.kernel_backward * counts.kernels_backward
+    return replace(
+        found,
+        experts_forward=max(0.0, took.forward - forward) / layers,
+        experts_backward=max(0.0, took.backward - backward) / layers,
+    )
+
+
 def measure_launches(process: Process, effort: Effort) -> Launches:
     """Measure this host's launches. All ranks of the job must call."""
     found, counts = [], []
-    for norms in (False, True):
-        found.append(_measured(process, effort, norms=norms))
-        counts.append(counted(effort.layers, process.device.type, norms=norms))
-    return launches_of(found[0], found[1], counts[0], counts[1])
+    for norms, experts in ((False, False), (True, False), (False, True)):
+        found.append(_measured(process, effort, norms=norms, experts=experts))
+        counts.append(counted(effort.layers, process.device.type, norms=norms, experts=experts))
+    return with_experts(
+        launches_of(found[0], found[1], counts[0], counts[1]), found[2], counts[2], layers=effort.layers
+    )
 
 
 def _precision(device_type: str) -> str:
     return "bf16" if device_type == "cuda" else "fp32"
 
 
-def _measured(process: Process, effort: Effort, *, norms: bool) -> HostSeconds:
+def _measured(process: Process, effort: Effort, *, norms: bool, experts: bool) -> HostSeconds:
     """Train the model, and return the medians of the host's seconds.
 
     A step is two micro-steps: the seconds by which the second one is longer are the optimizer's.
@@ -139,7 +165,7 @@ def _measured(process: Process, effort: Effort, *, norms: bool) -> HostSeconds:
     model: list[_Model] = []
 
     def build() -> _Model:
-        model.append(_Model(effort.layers, norms=norms))
+        model.append(_Model(effort.layers, norms=norms, experts=experts))
         return model[-1]
 
     device, samples = process.device, list[tuple[float, float, float]]()
@@ -170,10 +196,12 @@ def _measured(process: Process, effort: Effort, *, norms: bool) -> HostSeconds:
     return HostSeconds(forward=forward, backward=backward, update=update)
 
 
-def counted(layers: int, device_type: str, *, norms: bool) -> Counts:
+def counted(layers: int, device_type: str, *, norms: bool, experts: bool = False) -> Counts:
     """Return the model's operators on a type of device, counted on meta tensors."""
     with torch.device("meta"):
-        model = _Model(layers, norms=norms).to(torch.bfloat16 if _precision(device_type) == "bf16" else torch.float32)
+        model = _Model(layers, norms=norms, experts=experts).to(
+            torch.bfloat16 if _precision(device_type) == "bf16" else torch.float32
+        )
         ids = torch.empty(1, _TOKENS, dtype=torch.int64)
     fuse(model)
     kind = "gpu" if device_type == "cuda" else "cpu"

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from meshfold.planner.calibration.fits import (
     typical_link,
 )
 from meshfold.planner.calibration.launches import measure_launches
-from meshfold.planner.calibration.messages import hidden_share, message_samples
+from meshfold.planner.calibration.messages import hidden_shares, message_samples
 from meshfold.planner.calibration.operators import operator_rates
 from meshfold.planner.calibration.samples import (
     DTYPES,
@@ -31,6 +32,7 @@ from meshfold.planner.calibration.samples import (
     attention_shares,
     matmul_samples,
     memory_rates,
+    operator_start,
     output_samples,
     side_samples,
     sustained_share,
@@ -98,8 +100,7 @@ def calibrate(process: Process, effort: Effort, *, disk: Path | None = None, nam
         messages = message_samples(here, device, effort) if here.size > 1 else []
         machine = _linked(machine, messages, notes)
         if here.size > 1:
-            hidden = hidden_share(here, device, effort)
-            machine = replace(machine, efficiency=replace(machine.efficiency, hidden=hidden))
+            machine = replace(machine, efficiency=_beside(machine.efficiency, hidden_shares(here, device, effort)))
         launches = asdict(measure_launches(process, effort))
         slowest = _most([*launches.values()], everyone, device)  # ranks wait for it in every collective
         machine = replace(machine, launches=Launches(**dict(zip(launches, slowest, strict=True))))
@@ -162,8 +163,9 @@ def _of_devices(
     sides = side_samples(best.rate, device, effort, DTYPES[most]) if device.type == "cuda" else {}
     outputs = output_samples(best.rate, device, effort, DTYPES[most]) if device.type == "cuda" else {}
     operators = operator_rates(device, effort, DTYPES[most])
-    copy, elementwise, optimizer, sustained = _mean(
-        [memory.copy, memory.elementwise, memory.optimizer, sustained], everyone, device
+    start = operator_start(device, effort)
+    copy, elementwise, optimizer, sustained, start = _mean(
+        [memory.copy, memory.elementwise, memory.optimizer, sustained, start], everyone, device
     )
     of_heads = {
         size: share_and_lag(dict(zip(by_keys, _mean([*by_keys.values()], everyone, device), strict=True)))
@@ -189,8 +191,16 @@ def _of_devices(
             elementwise=elementwise / copy,
             by_name={name: rate / copy for name, rate in rates.items()},
             optimizer=optimizer / copy,
+            start=start,
         ),
     ), notes
+
+
+def _beside(reached: Efficiency, shares: Mapping[str, float]) -> Efficiency:
+    """Return the shares of a machine with those of collectives that matmuls hide; kinds that were not measured take the mean."""
+    if not shares:
+        return reached
+    return replace(reached, hidden=fmean(shares.values()), hidden_by_kind=dict(shares))
 
 
 def _linked(machine: Machine, messages: Sequence[MessageSample], notes: list[str]) -> Machine:
@@ -218,11 +228,16 @@ def _host(
     """Return the host with measured copies, memory and disk, which all ranks use at the same time."""
     host = replace(host, memory=_host_bytes(host.memory), cores=_cores() if device.type == "cpu" else host.cores)
     if effort.host:
-        from meshfold.zero_gemini.machine_rates import measure_machine
+        from meshfold.zero_gemini.machine_rates import measure_host_in_use, measure_machine
 
         rates = measure_machine(device, everyone=everyone)
-        up, down, both, bandwidth = _mean([rates.h2d, rates.d2h, rates.pcie_both, rates.host_memory], everyone, device)
+        barrier(everyone, device)
+        used = measure_host_in_use(device)
+        up, down, both, bandwidth, stepping, moments = _mean(
+            [rates.h2d, rates.d2h, rates.pcie_both, rates.host_memory, used.parameters, used.moments], everyone, device
+        )
         host = replace(host, up=up, down=down, both=both, bandwidth=bandwidth * local)
+        host = replace(host, stepping=stepping * local, moments=moments * local)
     else:
         notes.append("copies to the host and its memory: not measured")
     if disk is None:

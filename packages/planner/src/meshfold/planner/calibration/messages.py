@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -25,7 +26,7 @@ from meshfold.planner.calibration.fits import MessageSample
 from meshfold.planner.calibration.samples import Effort, wait
 
 _CALLS, _MOST_CALLS = 5, 100
-_GATHERS = 4
+_SENDS, _MATMULS = 4, 8
 KINDS: dict[Kind, Callable[[Tensor, Group], object]] = {
     "all_reduce": lambda x, group: all_reduce(x, group),
     "all_gather": lambda x, group: all_gather(x, group, 0),
@@ -67,35 +68,43 @@ def hidden_of(collectives: float, matmuls: float, together: float) -> float:
     return min(1.0, max(0.0, (collectives + matmuls - together) / min(collectives, matmuls)))
 
 
-def hidden_share(group: Group, device: torch.device, effort: Effort) -> float:
-    """Measure the share of gathers that matmuls hide, on two streams of a GPU, with equally long runs of both.
+def hidden_shares(group: Group, device: torch.device, effort: Effort) -> dict[str, float]:
+    """Measure the share of collectives that matmuls hide, on two streams of a GPU, with equally long runs of both, by kind.
 
-    All ranks of the group must call. On a CPU the result is 1: there it depends on which cores each rank gets.
+    Runs are long, so that clocks fall as in training where power is limited. All ranks of the group must call. On a CPU the
+    result is empty: there it depends on which cores each rank gets.
     """
     if device.type != "cuda":
-        return 1.0
-    block = torch.zeros(effort.message_bytes[-1] // 2 // group.size, dtype=torch.bfloat16, device=device)
+        return {}
+    long = replace(effort, window_s=effort.beside_s, repeats=2)
     a, b = (torch.randn(effort.sides[-1] // 2, effort.sides[-1] // 2, device=device).bfloat16() for _ in range(2))
     beside = torch.cuda.Stream(device)
-
-    def gather() -> None:
-        with torch.cuda.stream(beside):
-            for _ in range(_GATHERS):
-                all_gather(block, group, 0)
 
     def multiply(times: int) -> None:
         for _ in range(times):
             a @ b
 
-    alone = _agreed_seconds(gather, group, device, effort)
-    times = max(1, round(alone / _agreed_seconds(lambda: multiply(1), group, device, effort)))
-    matmuls = _agreed_seconds(lambda: multiply(times), group, device, effort)
+    each = _agreed_seconds(lambda: multiply(_MATMULS), group, device, long) / _MATMULS
+    found: dict[str, float] = {}
+    kinds: tuple[Kind, ...] = ("all_gather", "reduce_scatter", "all_reduce")
+    for kind in kinds:
+        count = effort.message_bytes[-1] // 2 // group.size * (1 if kind == "all_gather" else group.size)
+        block = torch.zeros(count, dtype=torch.bfloat16, device=device)
 
-    def both() -> None:
-        gather()
-        multiply(times)
+        def send(kind: Kind = kind, block: Tensor = block) -> None:
+            with torch.cuda.stream(beside):
+                for _ in range(_SENDS):
+                    KINDS[kind](block, group)
 
-    return hidden_of(alone, matmuls, _agreed_seconds(both, group, device, effort))
+        alone = _agreed_seconds(send, group, device, long)
+        times = max(1, round(alone / each))
+
+        def both(send: Callable[[], None] = send, times: int = times) -> None:
+            send()
+            multiply(times)
+
+        found[kind] = hidden_of(alone, times * each, _agreed_seconds(both, group, device, long))
+    return found
 
 
 def _agreed_seconds(work: Callable[[], object], group: Group, device: torch.device, effort: Effort) -> float:

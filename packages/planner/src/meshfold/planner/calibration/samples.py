@@ -36,6 +36,7 @@ class Effort:
         attention_s: least seconds of one attention and its backward.
         memory_bytes: of a copy.
         message_bytes: of collectives' blocks, rising.
+        beside_s: least seconds of collectives beside matmuls.
         layers: of the model that measures launches.
         steps: of it, each of two micro-steps.
         warm_up: steps that are not timed, before those that are.
@@ -55,6 +56,7 @@ class Effort:
     attention_s: float = 0.004
     memory_bytes: int = 256 * MiB
     message_bytes: tuple[int, ...] = (*(1024 * 4**n for n in range(5)), *(MiB * 2**n for n in range(9)))
+    beside_s: float = 0.4
     layers: int = 24
     steps: int = 20
     warm_up: int = 4
@@ -74,6 +76,7 @@ TINY = Effort(
     attention_s=0.0,
     memory_bytes=MiB,
     message_bytes=(256, 1024, 4096, 16384),
+    beside_s=0.0,
     layers=1,
     steps=1,
     warm_up=0,
@@ -257,6 +260,18 @@ def _attention(
         torch.autograd.grad(y, (q, k, v), dy)
 
     return run
+
+
+def operator_start(device: torch.device, effort: Effort) -> float:
+    """Return the seconds that a device takes for an operator with almost no work, of many in a full queue.
+
+    0 on a CPU, where the host runs an operator as it launches it.
+    """
+    if device.type != "cuda":
+        return 0.0
+    x = torch.zeros(1024, device=device)
+    out = torch.empty_like(x)
+    return device_seconds(lambda: torch.add(x, x, out=out), device, effort)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -36,18 +36,22 @@ def calibration_table(found: Calibration) -> str:
         ["attention", f"{attention}, of these"],
         [
             "other operators",
-            f"{reached.elementwise:.2f} of the rate of copies, a step of AdamW {reached.optimizer:.2f}",
+            f"{reached.elementwise:.2f} of the rate of copies, a step of AdamW {reached.optimizer:.2f}; each takes "
+            f"{_micro(reached.start)} more",
         ],
         *([["by name", named]] if named else []),
         [
             "launches",
             f"{_micro(launches.forward)} an operator, {_micro(launches.backward)} in a backward, one of our kernels "
             f"{_micro(launches.kernel_forward)} and {_micro(launches.kernel_backward)}, a parameter's step "
-            f"{_micro(launches.parameter)}",
+            f"{_micro(launches.parameter)}; a layer of experts {_micro(launches.experts_forward)} and "
+            f"{_micro(launches.experts_backward)} more",
         ],
         [
             "host",
-            f"{machine.host.up / 1e9:.3g} GB/s up, {machine.host.down / 1e9:.3g} down, {machine.host.bandwidth / 1e9:.3g} memory",
+            f"{machine.host.up / 1e9:.3g} GB/s up, {machine.host.down / 1e9:.3g} down, "
+            f"{machine.host.bandwidth / 1e9:.3g} memory; in steps of many chunks {machine.host.stepping / 1e9:.3g} for parameters "
+            f"and {machine.host.moments / 1e9:.3g} for moments",
         ],
         ["disk", f"{machine.host.disk_read / 1e9:.3g} GB/s read, {machine.host.disk_write / 1e9:.3g} written"],
     ]
@@ -59,7 +63,9 @@ def calibration_table(found: Calibration) -> str:
             error = "" if math.isnan(link.error) else f"{100 * link.error:.0f} %"
             rows.append([kind, format_seconds(link.latency), f"{link.rate / 1e9:.3g}", error])
         parts.append(format_table(rows, "<>"))
-        parts.append([f"matmuls hide {reached.hidden:.0%} of a gather that takes as long"])
+        shares = reached.hidden_by_kind or {"collective": reached.hidden}
+        kinds = ", ".join(f"{share:.0%} of {kind.replace('_', '-')}" for kind, share in shares.items())
+        parts.append([f"matmuls that take as long hide {kinds}"])
     parts.append([f"not measured: {note}" for note in found.notes])
     return "\n\n".join("\n".join(lines) for lines in parts if lines)
 

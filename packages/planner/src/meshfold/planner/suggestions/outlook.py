@@ -122,7 +122,8 @@ class _Reckoning:
             forward, backward, idle, live = self._pipelined(ahead, back, simulate=simulate)
             ending = Seconds(0.0, 0.0, 0.0)
         memory, state = self.bytes.total(live)
-        hidden, optimizer, offload = self._hidden(held), self._optimizer(held), 0.0
+        travelling, optimizer, offload = self._hidden(held), self._optimizer(held), 0.0
+        hidden = sum(travelling.values())
         first, then = forward * self.micro + ending, backward * self.micro
         phases = Phases(
             forward=first.in_turn,
@@ -136,7 +137,10 @@ class _Reckoning:
         together = phases.waiting(first.waits, then.waits).seconds if self.stages == 1 else first.spent + then.spent
         busy, host = together + idle, phases.host + self._updates()
         late = self._late(held)
-        exposed = (1.0 - self.machine.efficiency.hidden) * min(together, hidden - late)
+        if late and self.zero is not None:
+            travelling["all_gather"] -= late
+        share = self.machine.efficiency.hidden_of(travelling)
+        exposed = (1.0 - share) * min(together, hidden - late)
         if self.zero is None:
             seconds = max(max(busy, hidden - late) + exposed + late + optimizer, host)
         else:
@@ -183,8 +187,9 @@ class _Reckoning:
             (self.profile.block.updated, self.profile.rest.updated),
         )
         each = moved_bytes(self.zero, regime, ranks=self.ranks, accumulation=self.micro)
-        launches = (self.shape.blocks * parts[0] + parts[1]) * machine.launches.backward * bool(each)
-        return Seconds(copy_seconds(self.bytes.elements(held), each, regime, machine), launches, 0.0)
+        copies = self.shape.blocks * parts[0] + parts[1]
+        launches = copies * machine.launches.backward * bool(each)
+        return Seconds(copy_seconds(self.bytes.elements(held), each, regime, machine, copies), launches, 0.0)
 
     def _exchanged(self) -> float:
         """Return a micro-step's seconds of messages that a layout of one data rank lacks: numbers of tokens, and the loss."""
@@ -216,27 +221,33 @@ class _Reckoning:
             for key, (_, calls) in last.messages.items()
         ]
 
-    def _hidden(self, held: Memory) -> float:
-        """Return the seconds of gradients and parameters that travel in a step."""
-        total = 0.0
+    def _hidden(self, held: Memory) -> dict[str, float]:
+        """Return the seconds of gradients and parameters that travel in a step, by the kind of collective."""
+        spent: dict[str, float] = {}
+
+        def add(kind: str, seconds: float) -> None:
+            spent[kind] = spent.get(kind, 0.0) + seconds
+
         for part, times in ((self.profile.block, max(self.bytes.of_ranks)), (self.profile.rest, 1)):
             for (_, kind, axes, of_weights), (sent, calls) in self._messages(part):
                 if of_weights:
                     again = times * self.micro
-                    total += again * self.clock.messages(self.axes, kind, axes, sent, calls)
+                    add(kind, again * self.clock.messages(self.axes, kind, axes, sent, calls))
             for (phase, kind, axes, _), (sent, calls) in part.summed.messages.items():
                 if phase == "gradients" and self.spec.expert is not None and self.zero is None:
-                    total += times * self.clock.messages(self.axes, kind, axes, sent, calls)
+                    add(kind, times * self.clock.messages(self.axes, kind, axes, sent, calls))
         if self.ranks == 1 or (self.spec.expert is not None and self.zero is None):
-            return total
+            return spent
         if self.zero is None:
-            return total + self._reduction(held)
+            add("all_reduce", self._reduction(held))
+            return spent
         gather, reduction = self._collectives(held)
         gathers, sums = 2 * self.micro if self.zero.stage == 3 else 1, 1 if self._sums_once else self.micro
-        calls = (max(self.bytes.of_ranks) + 2) * (
-            gathers + sums
-        )  # a chunk for each block, and for what is before and behind
-        return total + gathers * gather + sums * reduction + calls * self.machine.latency
+        # a chunk for each block, and for what is before and behind
+        latency = (max(self.bytes.of_ranks) + 2) * self.machine.latency
+        add("all_gather", gathers * (gather + latency))
+        add("reduce_scatter", sums * (reduction + latency))
+        return spent
 
     def _reduction(self, held: Memory) -> float:
         """Return the seconds of summing all gradients over the data ranks, without ``zero``."""

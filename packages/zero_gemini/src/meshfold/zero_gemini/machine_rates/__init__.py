@@ -8,6 +8,7 @@ from meshfold.zero_gemini.machine_rates.available_memory import (
     available_host_bytes,
     resident_bytes,
 )
+from meshfold.zero_gemini.machine_rates.host_in_use import HostInUse, measure_host_in_use
 from meshfold.zero_gemini.machine_rates.observed import observed_under, with_observed_rates
 from meshfold.zero_gemini.machine_rates.samples import measure_machine, measure_rank_rates
 from meshfold.zero_gemini.machine_rates.step_measurements import (
@@ -27,9 +28,11 @@ __all__ = [
     "TRACED_STEPS",
     "UNLIMITED_BYTES",
     "WORTH_MOVING",
+    "HostInUse",
     "StepMeasurements",
     "available_device_bytes",
     "available_host_bytes",
+    "measure_host_in_use",
     "measure_machine",
     "measure_rank_rates",
     "measure_step",

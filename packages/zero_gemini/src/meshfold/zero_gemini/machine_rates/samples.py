@@ -31,7 +31,7 @@ _BYTES, _BYTES_ON_HOST = 256 * MiB, 64 * MiB  # of copies with a GPU, and of cop
 # many ranks share the host, and 115 MB each is more than their share of a cache.
 _ELEMENTS, _ELEMENTS_BESIDE_GPU = 2**23, 2**26
 _DTYPES = {"fp16": torch.float16, "fp32": torch.float32}
-_ADAM = AdamSettings(lr=0.0, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0, adamw_mode=True)
+ADAM = AdamSettings(lr=0.0, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0, adamw_mode=True)
 _PERIOD_S, _PERIODS = 0.15, 5
 _STEADY_S, _MOST_S = 0.15, 1.5
 WORTH_IT = 1.05
@@ -138,7 +138,7 @@ def _rates_of(device: torch.device, regime: Regime) -> Machine:
     return replace(machine, gpu_memory=_gpu_memory(device), h2d=up, d2h=down, pcie_both=both)
 
 
-class _Sample:
+class HostSample:
     """Optimizer state on the host, to measure steps by the cores or by the device."""
 
     def __init__(self, memory: Memory, regime: Regime) -> None:
@@ -154,39 +154,40 @@ class _Sample:
         }
         tensors = {name: block.tensor.zero_() for name, block in self._blocks.items()}
         self.gradient, self.weights = tensors.pop("gradient"), tensors.pop("weights")
-        self._planes = tensors
+        self.planes = tensors
         # Stepped parameters are copied here.
         self._there = torch.empty_like(self.weights, device=memory.device) if memory.device.type == "cuda" else None
 
     def half(self) -> int:
         """Run the first half of a step on the cores while as many parameters are copied to a GPU; return the cores' bytes."""
-        self._show()
-        state = state_of(self.weights, self._planes)
-        adam_update_parameters(state, self.gradient, _ADAM, step=1, grad_scale=1.0, start=0, seed=0)
+        self.show()
+        state = state_of(self.weights, self.planes)
+        adam_update_parameters(state, self.gradient, ADAM, step=1, grad_scale=1.0, start=0, seed=0)
         return round(self._regime.first_pass * self.elements)
 
     def through(self, streaming: GpuStreaming) -> Callable[[], None]:
         """Run a step on the device, followed by a copy of as many parameters; counts its elements in ``passed``."""
 
         def piece(_: int, state: AdamState, gradient: Tensor, begin: int) -> None:
-            adam_step(state, gradient, _ADAM, step=1, grad_scale=1.0, start=begin, seed=0)
+            adam_step(state, gradient, ADAM, step=1, grad_scale=1.0, start=begin, seed=0)
             self.passed += gradient.numel()
 
         host = HostState(
             weights=self.weights,
             planes=self._kept,
-            tensors=self._planes,
+            tensors=self.planes,
             gradient=self.gradient,
         )
         end = streaming.step(host, [(0, self.elements)], piece)
-        self._show()
+        self.show()
         return end
 
     def free(self) -> None:
         for block in self._blocks.values():
             block.free()
 
-    def _show(self) -> None:
+    def show(self) -> None:
+        """Begin to copy the weights to a GPU, if there is one."""
         if self._there is not None:
             self._there.copy_(self.weights, non_blocking=True)
 
@@ -196,7 +197,7 @@ def _adam(device: torch.device, regime: Regime) -> tuple[float, float]:
 
     Returns (both together, the optimizer alone).
     """
-    sample = _Sample(Memory(device), regime)
+    sample = HostSample(Memory(device), regime)
     sample.half()  # compiles the kernel
     alone = _steady(sample.half)
     synchronize(device)
@@ -230,7 +231,7 @@ def _together(device: torch.device, regime: Regime) -> tuple[float, float]:
     device together stepped most.
     """
     memory = Memory(device)
-    mine, other = _Sample(memory, regime), _Sample(memory, regime)
+    mine, other = HostSample(memory, regime), HostSample(memory, regime)
     streaming = GpuStreaming(memory=memory)
     other.through(streaming)()  # warm up, to compile kernels before measuring
     stop = threading.Event()
