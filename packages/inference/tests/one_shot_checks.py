@@ -21,7 +21,7 @@ from meshfold.engine import Engine
 from meshfold.inference import Generator, Sampling
 from meshfold.inference.forward import SUMS, PagedForward
 from meshfold.inference.fused_sums import OneShot
-from meshfold.kernels import sum_add_norm
+from meshfold.kernels import RowWeight, sum_add_norm
 from meshfold.mesh import Environment, Group, all_gather, all_reduce
 from meshfold.models import LlamaConfig, build
 
@@ -34,6 +34,9 @@ def right(group: Group, columns: int, device: torch.device, say: Callable[[str],
     """Compare with a gather and a sum, over random rows and over every slot; ranks run apart from one another now and then."""
     for dtype, packets in itertools.product((torch.bfloat16, torch.float32), (True, False)):
         sums, worst = OneShot(group, columns, dtype, device, packets=packets), 0.0
+        same = RowWeight(torch.eye(columns, device=device, dtype=dtype))
+        if packets and not sums.sends:
+            say(f"{dtype}: products send no packets")
         if packets and sums.without:
             say(f"{dtype}: no packets: {sums.without}")
         for call in range(300):
@@ -45,7 +48,10 @@ def right(group: Group, columns: int, device: torch.device, say: Callable[[str],
             gain = torch.rand(columns, generator=random, device=device, dtype=dtype)
             if call % 11 == group.index:
                 torch.cuda._sleep(2_000_000)
-            total, y = sums(x, stream, gain, EPS, call)
+            if rows == 1 and sums.sends:  # by a product that leaves it as it is
+                total, y = sums.of_product(x, same, stream, gain, EPS, call)
+            else:
+                total, y = sums(x, stream, gain, EPS, call)
             parts = all_gather(x.unsqueeze(0), group, 0)
             wanted = sum_add_norm([*parts], stream, gain, EPS)
             every = all_gather(total.unsqueeze(0), group, 0)

@@ -15,7 +15,7 @@ from meshfold.inference import Sampling, decode, measured
 from meshfold.inference.cache import Rows
 from meshfold.inference.requests import Request, Span
 from meshfold.kernels import overlap
-from meshfold.kernels.weights_ahead import WeightsAhead, fetch_ahead, take_product
+from meshfold.kernels.weights_ahead import Ahead, launch_ahead, take_product
 
 OLD: dict[Tensor, Tensor] = {}
 CPU, WORDS = torch.device("cpu"), 11
@@ -140,16 +140,17 @@ def test_weights_are_fetched_ahead_where_that_is_faster(
 ) -> None:
     asked: list[int] = []
 
-    def ahead(device: torch.device) -> WeightsAhead:
-        return WeightsAhead(device, lambda weights, count: asked.append(count))
+    weight = torch.zeros(1 << 13)
+
+    def launch(ahead: Ahead) -> None:
+        asked.extend([ahead.pieces] * bool(ahead.pieces))
 
     def with_products(ids: Tensor, positions: Tensor, rows: Rows) -> Tensor:
-        fetch_ahead()
-        take_product(ids)
+        launch_ahead(launch)
+        take_product(weight)
         return logits(ids, positions, rows)
 
     wanted, _ = generated(monkeypatch, right, 1.0, None)
-    monkeypatch.setattr(decode, "WeightsAhead", ahead)
     found, _ = generated(monkeypatch, right, 1.0, bool, with_products, lambda: ahead_ms if asked else 1.0, asked)
     assert found == wanted
     assert len(asked) == (4 + 3 if taken else 0)  # by the tokens after the first

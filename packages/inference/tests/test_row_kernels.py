@@ -21,7 +21,7 @@ from meshfold.inference.forward import PagedForward
 from meshfold.inference.fused_sums import FusedSums, OneShot, wrong_sums
 from meshfold.inference.routing import head_of
 from meshfold.inference.row_kernels import RowKernels
-from meshfold.kernels import sum_add_norm
+from meshfold.kernels import RowWeight, row_product, sum_add_norm
 from meshfold.mesh import Group, SpecError, all_reduce
 from meshfold.mesh.testing import run_on_ranks
 
@@ -186,6 +186,9 @@ class PlainSum:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         self.calls.append((x.shape[0], call, adds))
         return sum_add_norm([all_reduce(x, self.group)], stream, gain, eps, adds=adds)
+
+    def of_product(self, x: torch.Tensor, layer: RowWeight, *others: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return self(row_product(x, layer).view(1, -1), *others)
 
 
 def with_sums(model: nn.Module, **settings: Any) -> tuple[Generator, PlainSum]:

@@ -11,6 +11,7 @@ import torch
 
 from meshfold.kernels import CACHE_FORMS, KeyValuePages, attend_singles
 from meshfold.kernels.paged_attention_triton import attend_new
+from meshfold.kernels.rotary import turned
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -24,6 +25,9 @@ def compare(
     window: int | None,
     splits: int,
     form: str | None = None,
+    *,
+    turns: bool = False,
+    combines: bool = False,
 ) -> None:
     random = torch.Generator().manual_seed(heads + d + size)
     lengths = [1, size + 1, 70, 130]
@@ -39,12 +43,20 @@ def compare(
     qkv = draw(b, heads + 2 * kv_heads, d)
     q, k, v = qkv.split((heads, kv_heads, kv_heads), 1)
     wanted = KeyValuePages(kept.clone(), None if scales is None else scales.clone(), dtype)
+    rotary, given = None, (q, k)
+    if turns:
+        angles = torch.randn(b, d // 2, generator=random).to(DEVICE).repeat(1, 2)
+        rotary = (angles.cos(), angles.sin())
+        given = tuple(turned(x[:, None], *(each[:, None] for each in rotary))[:, 0] for x in (q, k))
     page, offset = tables.gather(1, (positions // size)[:, None])[:, 0], positions % size
-    wanted.keep(page, offset, k, v)
+    wanted.keep(page, offset, given[1], v)
     scale = d**-0.5
     wide = KeyValuePages(wanted.kept if scales is not None else wanted.kept.double(), wanted.scale, torch.float64)
-    expected = attend_singles(q.double(), wide, tables, positions, scale, window)
-    found = attend_new(q, k, v, kept, scales, tables, positions, scale, window, splits)
+    expected = attend_singles(given[0].double(), wide, tables, positions, scale, window)
+    arrived = torch.zeros(b * kv_heads, dtype=torch.int32, device=DEVICE) if combines else None
+    options = dict(rotary=rotary, arrived=arrived)
+    found = attend_new(q, k, v, kept, scales, tables, positions, scale, window, splits, **options)
+    assert arrived is None or not arrived.any(), "the next call would count on"
     assert torch.equal(kept.view(torch.uint8), wanted.kept.view(torch.uint8)), "the pool"
     assert scales is None or torch.equal(scales, wanted.scale), "the scales"  # type: ignore[arg-type]
     tolerance = 2e-5 if dtype == torch.float32 else 3e-2
@@ -58,10 +70,13 @@ def main() -> None:
         compare(torch.float32, *shape, window, splits)
     compare(torch.float16, 2, 2, 64, 16, 9, 1)
     for splits in (1, 2):
-        compare(torch.float32, 4, 2, 24, 16, None, splits, "int8")
+        compare(torch.float32, 4, 2, 24, 16, None, splits, "int8", turns=splits == 2, combines=splits == 2)
+    for (heads, kv_heads, d, size), window, splits in (((4, 2, 16, 16), None, 4), ((3, 3, 24, 4), 5, 2)):
+        compare(torch.float32, heads, kv_heads, d, size, window, splits, turns=True, combines=True)
     if DEVICE.type == "cuda":  # the interpreter multiplies the bits of bfloat16
         for window, splits in itertools.product((None, 9), (1, 2, 8)):
             compare(torch.bfloat16, 8, 2, 128, 16, window, splits)
+            compare(torch.bfloat16, 8, 2, 128, 16, window, splits, turns=True, combines=True)
             compare(torch.bfloat16, 32, 8, 128, 16, window, splits)
             for form in CACHE_FORMS:
                 compare(torch.bfloat16, 32, 8, 128, 16, window, splits, form)

@@ -12,8 +12,21 @@ import threading
 import pytest
 import torch
 
-from meshfold.kernels import OneShotMemory, one_shot_bytes, one_shot_sum, packet_bytes, packet_sum, sum_add_norm
+from meshfold.kernels import (
+    OneShotMemory,
+    RowWeight,
+    largest_magnitudes,
+    one_shot_bytes,
+    one_shot_sum,
+    pack_weight,
+    packet_bytes,
+    packet_product,
+    packet_sum,
+    row_product,
+    sum_add_norm,
+)
 from meshfold.kernels.one_shot_packets import epoch_bytes, packets_of, rows_of
+from meshfold.kernels.row_tiles import RowCall, Tile, take_row_tiles
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if not torch.cuda.is_available() and not INTERPRETED:
@@ -112,6 +125,45 @@ def test_packets_are_sent_read_and_summed(ranks: int, dtype: torch.dtype, stream
             assert torch.equal(total, found[0][0]) and torch.equal(y, found[0][1])
             for mine, exact in ((total, wanted[0]), (y, wanted[1])):
                 assert torch.allclose(mine.float(), exact.float(), **near)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "dtype", "form", "words"),
+    [
+        (3, torch.float32, "", False),
+        (2, torch.bfloat16, "int8", True),
+    ],
+)
+def test_products_send_their_row(
+    ranks: int, dtype: torch.dtype, form: str, words: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank's product writes to all memories; the sums are those of products and sums apart, and the same on all ranks."""
+    n, k = 60, 64
+    random, packets = torch.Generator().manual_seed(ranks), Packets(ranks, 3, n, dtype)
+    most = 3e-2 if dtype == torch.bfloat16 else 1e-5
+    monkeypatch.setattr("meshfold.kernels.row_tiles._measured", {})
+    for call, slot in enumerate((0, 2, 2)):
+        parts, stream = [], torch.randn(1, n, generator=random).to(DEVICE, dtype)
+        gain, adds = torch.rand(n, generator=random).to(DEVICE, dtype), call == 2
+        for memory in packets.memories:
+            x, w = torch.randn(1, k, generator=random).to(DEVICE, dtype), torch.randn(n, k, generator=random).to(DEVICE)
+            layer = RowWeight(w.to(dtype))
+            if form:
+                packed = pack_weight(w, form, k, largest_magnitudes(w, form, k))
+                layer = RowWeight(packed.codes, None, packed.scale, packed.zero)
+            take_row_tiles({RowCall(layer).kind(dtype): Tile(8, 64, 2, words=words)})
+            packet_product(x, layer, memory, slot)
+            parts.append(row_product(x.cpu(), RowWeight(*(None if each is None else each.cpu() for each in layer))))
+        wanted = sum_add_norm(parts, stream.cpu(), gain.cpu(), 1e-5, adds=adds)
+        found = [packet_sum(None, stream, gain, 1e-5, memory, slot, adds=adds) for memory in packets.memories]
+        for total, y in found:
+            assert torch.equal(total, found[0][0]) and torch.equal(y, found[0][1])
+        for mine, exact in zip(found[0], wanted, strict=True):
+            error = float((mine.cpu().float() - exact.float()).norm() / exact.float().norm())
+            assert error < most, (call, error)
+        assert [int(packets.epochs(rank)[slot, 0]) for rank in range(ranks)] == [max(call, 1)] * ranks
+    with pytest.raises(ValueError, match="the memory is for"):
+        packet_product(x, layer.part(0, n - 2), packets.memories[0], 1)
 
 
 def test_a_rank_waits_for_packets_that_come_one_by_one() -> None:

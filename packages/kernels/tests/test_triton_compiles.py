@@ -6,6 +6,7 @@ import importlib
 import os
 import re
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -144,14 +145,48 @@ def test_sums_over_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert made.compiled == {"one_shot_packets._packets", "one_shot._one_shot"}
 
 
-def test_weights_are_fetched_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    from meshfold.kernels import weights_ahead_triton
+@pytest.mark.parametrize("begins_early", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_weights_are_fetched_ahead(monkeypatch: pytest.MonkeyPatch, begins_early: bool) -> None:
+    """By attention, which turns queries and combines its parts too, and by sums over ranks; products send rows."""
+    from meshfold.kernels import (
+        one_shot_packets_triton,
+        one_shot_triton,
+        paged_attention_triton,
+        row_product_triton,
+        weights_ahead,
+    )
+    from meshfold.kernels.overlap import overlapped_launches
+    from meshfold.kernels.row_tiles import Tile
 
     made = Compiler()
-    monkeypatch.setattr(weights_ahead_triton, "launch", made.launch)
-    w = torch.zeros(64, 4096, dtype=torch.bfloat16)
-    weights_ahead_triton.launch_fetch((w, w), w.nbytes)
-    assert made.compiled == {"weights_ahead._fetch"}
+    for module in (one_shot_packets_triton, one_shot_triton, paged_attention_triton, row_product_triton):
+        monkeypatch.setattr(module, "launch", made.launch)
+    ahead, w = weights_ahead.WeightsAhead(), torch.zeros(64, 4096, dtype=torch.bfloat16)
+    x, q, kept = w[:1], torch.zeros(1, 8, 128).bfloat16(), torch.zeros(2, 40, 2, 16, 128).bfloat16()
+    memory = K.OneShotMemory(torch.zeros(4).long(), 1, 8, 4096, torch.bfloat16)
+    where, tables = torch.zeros(1, 20).long(), torch.zeros(1, 128)
+    options = dict(rotary=(tables, tables), arrived=torch.zeros(8, dtype=torch.int32))
+    for _ in range(2):
+        with ahead.token(), overlapped_launches() if begins_early else nullcontext():
+            given = (q, q[:, :2], q[:, :2], kept, None, where, where[0, :1], 1.0, None, 4)
+            paged_attention_triton.attend_new(*given, **options)
+            weights_ahead.take_product(w)
+            one_shot_packets_triton.launch_packets(x, x, x[0], 1e-5, memory, 2, adds=True, tries=0)
+            weights_ahead.take_product(w, w)
+            one_shot_triton.launch_one_shot(x, x, x[0], 1e-5, memory, 2, adds=True)
+            weights_ahead.take_product(w)
+    assert not ahead.problem
+    # A product that sends its row, and the sum that finds it.
+    codes = K.pack_weight(torch.zeros(4096, 128), "int4", 128, torch.ones(4096, 1))
+    for layer, tile in (
+        (K.RowWeight(w[:, :128].contiguous()), Tile(8, 64, 2, words=True)),
+        (K.RowWeight(w[:, :128].contiguous()), Tile(1, 128, 1)),
+        (K.RowWeight(codes.codes, None, codes.scale), Tile(8, 128, 2)),
+    ):
+        row_product_triton.product(x[:, :128], *layer, tile=tile, sends=(memory, 2))
+    one_shot_packets_triton.launch_packets(None, x, x[0], 1e-5, memory, 2, adds=True, tries=0)
+    made.compiled -= {"row_product._product", "row_product._product_int4", "row_words.product_words"}
+    assert made.compiled == {"paged_attention._attend", "one_shot_packets._packets", "one_shot._one_shot"}
 
 
 def test_choices_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,10 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from meshfold.kernels import KeyValuePages, attend_and_keep, attend_pages, masked_attention
+from meshfold.kernels import KeyValuePages, apply_rotary, attend_and_keep, attend_pages, masked_attention
+
+_MOST_SPLIT = 512
+"""Sequences times heads of keys, each read by several programs, that a kernel counts; more are read by one program each."""
 
 
 @dataclass(frozen=True)
@@ -97,6 +100,7 @@ class Pool:
         """
         self.pages, self.size, self.device = pages, size, device
         self.triton = find_spec("triton") is not None
+        self._arrived = torch.zeros(_MOST_SPLIT, dtype=torch.int32, device=device)
         self.layers = [
             KeyValuePages.zeros((pages + 1, layer.kv_heads, size, layer.d), layer.dtype, form, device)
             for layer in layers
@@ -119,7 +123,16 @@ class Pool:
                 part.view(torch.uint8).zero_()
 
     def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, rows: Rows, *, scale: float | None, window: int | None
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        rows: Rows,
+        *,
+        scale: float | None,
+        window: int | None,
+        rotary: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
         """Keep the keys and values of all rows, and attend.
 
@@ -130,11 +143,15 @@ class Pool:
             rows: of this forward.
             scale: of the scores; 1/√d by default.
             window: a token sees itself and ``window - 1`` before; None: all before.
+            rotary: cosines and sines ``t d`` that turn q and k first; None: they are turned, or do not turn.
 
         Returns:
             ``t heads d``.
         """
         pages = self.layers[layer]
+        if rotary is not None and not self._turns(q, rows, rotary):
+            q, k = (x.squeeze(1) for x in apply_rotary(q[:, None], k[:, None], *(each[:, None] for each in rotary)))
+            rotary = None
         q, k, v = (x.to(pages.dtype) for x in (q, k, v))  # under autocast rotary queries and keys are wider than values
         singles = rows.tables.shape[0]
         scale = q.shape[-1] ** -0.5 if scale is None else scale
@@ -144,8 +161,9 @@ class Pool:
             if rows.together:  # each row writes its own once more: the same bits
                 pages.keep(rows.page[first], rows.offset[first], k[first], v[first])
             given = (rows.page[first], rows.offset[first], rows.positions[first], rows.tables)
-            kept = (pages.kept, pages.scale)
-            out.append(attend_and_keep(q[first], k[first], v[first], *kept, *given, scale, window or 0, self._fuses(q)))
+            new = (q[first], k[first], v[first], pages.kept, pages.scale)
+            turns = (rotary, self._arrived)
+            out.append(attend_and_keep(*new, *given, scale, window or 0, self._fuses(q), *turns))
         if singles < q.shape[0]:
             read = pages.keep(rows.page[singles:], rows.offset[singles:], k[singles:], v[singles:])
             k, v = (
@@ -155,6 +173,11 @@ class Pool:
             these = slice(chunk.row, chunk.row + chunk.count)
             out.append(_attend_chunk(q[these], k[these], v[these], pages, chunk, scale, window))
         return out[0] if len(out) == 1 else torch.cat(out)
+
+    def _turns(self, q: Tensor, rows: Rows, rotary: tuple[Tensor, Tensor]) -> bool:
+        """Return True if the Triton kernel turns queries and keys as it attends: of single tokens alone, all of each head."""
+        alone = rows.tables.shape[0] == q.shape[0] and not rows.together
+        return alone and self._fuses(q) and rotary[0].shape[-1] == q.shape[-1]
 
     def _fuses(self, x: Tensor) -> bool:
         """Return True if the Triton kernel takes such tensors."""

@@ -248,7 +248,7 @@ class DecodeBatch:
 
         early = self._faster(graph, begins_early, "begin early", before, agree)
         launches = nullcontext if early is graph else overlapped_launches
-        ahead = WeightsAhead(self._ids.device)
+        ahead = WeightsAhead()
 
         def token() -> None:
             with ahead.token(), launches():

@@ -22,7 +22,7 @@ from meshfold.inference.decode import DecodeBatch, bucket
 from meshfold.inference.fused_sums import FusedSums, OneShot
 from meshfold.inference.measured import agreement, choose_row_programs
 from meshfold.inference.requests import Request, Span, Step
-from meshfold.inference.routing import head_of, routed, unrouted_reason
+from meshfold.inference.routing import Tables, head_of, routed, unrouted_reason
 from meshfold.inference.row_kernels import RowKernels
 from meshfold.inference.runner import Sampled, draw, seen_words
 from meshfold.inference.sampling import Sampling
@@ -252,13 +252,21 @@ class PagedForward:
     # -- attention --------------------------------------------------------------------------------------------------
 
     def _attend(
-        self, layer: nn.Module, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None, window: int | None
+        self,
+        layer: nn.Module,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scale: float | None,
+        window: int | None,
+        rotary: Tables = None,
     ) -> Tensor:
         if self._calls.looks:
             return _unattended(q, v)
         if self._rows is None or q.shape[0] != self._rows.page.shape[0]:
             raise SpecError(f"attention has {q.shape[0]} rows on this rank, not those of the batch")
-        return self.pool.attend(self._number[layer], q, k, v, self._rows, scale=scale, window=window)
+        return self.pool.attend(self._number[layer], q, k, v, self._rows, scale=scale, window=window, rotary=rotary)
 
     def _choose(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         """Make the head compute logits of only the chosen rows."""
@@ -271,9 +279,7 @@ class PagedForward:
         shapes: list[LayerShape] = []
         count = self._parts.each(1)
 
-        def attend(
-            layer: nn.Module, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None, window: int | None
-        ) -> Tensor:
+        def attend(layer: nn.Module, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
             if self._calls.looks:
                 return _unattended(q, v)
             if q.shape[0] != count:

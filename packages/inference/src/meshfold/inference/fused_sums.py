@@ -31,11 +31,13 @@ from meshfold.inference.row_kernels import (
 from meshfold.kernels import (
     PACKET_TRIES,
     OneShotMemory,
+    RowWeight,
     one_shot_bytes,
     one_shot_rows,
     one_shot_slot,
     one_shot_sum,
     packet_bytes,
+    packet_product,
     packet_rows,
     packet_sum,
     row_product,
@@ -67,6 +69,11 @@ class SumNorm(Protocol):
     ) -> tuple[Tensor, Tensor]:
         """Return the sum, or stream + sum if it ``adds``, and the norm of stream + sum, ``rows h``; ``call``: of the token."""
 
+    def of_product(
+        self, x: Tensor, layer: RowWeight, stream: Tensor, gain: Tensor, eps: float, call: int, adds: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Sum the product of one row ``.. k`` with a weight."""
+
 
 class OneShot:
     """The kernels over memory that the ranks of a group share.
@@ -74,6 +81,7 @@ class OneShot:
     Attributes:
         rows: that they take at most.
         packet_rows: that are summed by packets, data and flag in one word; more rows raise flags after their data.
+        sends: the product that makes a single row sends its packets.
         without: why no rows take packets; empty if some do.
     """
 
@@ -100,11 +108,15 @@ class OneShot:
         self._peers = [found]  # keeps the memory
         self._memory = OneShotMemory(found.addresses, group.index, self.rows, columns, dtype)
         self.packet_rows = packet_rows(columns, dtype.itemsize, group.size) if packets else 0
+        self._packets: OneShotMemory | None = None
         self.without = "" if self.packet_rows else "not asked for" if not packets else "rows are too long"
-        if self.packet_rows:
-            self.without = self._take_packets(group, columns, dtype, device)
+        if not self.without:
+            self._packets, self.without = self._opened(group, self.packet_rows, device)
         if self.without:
             self.packet_rows = 0
+        # Those of products are in a memory of their own: a try that fails leaves epochs that differ.
+        self._sent, problem = (None, "") if self.without else self._opened(group, 1, device, sends=True)
+        self.sends = self._sent is not None and not problem
 
     def __call__(
         self, x: Tensor, stream: Tensor, gain: Tensor, eps: float, call: int, adds: bool = False
@@ -112,34 +124,74 @@ class OneShot:
         """Sum by a kernel."""
         slot = one_shot_slot(call)
         if x.shape[0] <= self.packet_rows:
+            assert self._packets is not None
             return packet_sum(x, stream, gain, eps, self._packets, slot, adds=adds)
         return one_shot_sum(x, stream, gain, eps, self._memory, slot, adds=adds)
 
-    def _take_packets(self, group: Group, columns: int, dtype: torch.dtype, device: torch.device) -> str:
-        """Open memory for packets and try them; return why they are not taken."""
-        rows = self.packet_rows
+    def of_product(
+        self, x: Tensor, layer: RowWeight, stream: Tensor, gain: Tensor, eps: float, call: int, adds: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """Sum the product of one row, which sends it where it can."""
+        if self._sent is None or not self.sends or x.dtype != self._sent.dtype:
+            return self(row_product(x, layer).view(1, -1), stream, gain, eps, call, adds)
+        slot = one_shot_slot(call)
+        packet_product(x, layer, self._sent, slot)
+        return packet_sum(None, stream, gain, eps, self._sent, slot, adds=adds)
+
+    def _opened(
+        self, group: Group, rows: int, device: torch.device, *, sends: bool = False
+    ) -> tuple[OneShotMemory | None, str]:
+        """Open memory for packets of so many rows, and try sums over it; return it, and why it is not taken.
+
+        ``sends``: products send them.
+        """
+        columns, dtype = self._memory.columns, self._memory.dtype
         length = packet_bytes(rows, columns, dtype.itemsize, group.size)
         found = peer_memory(group, f"packets of {rows} x {columns} {dtype}", length, device)
         if isinstance(found, str):
-            return found
+            return None, found
         self._peers.append(found)
-        self._packets = OneShotMemory(found.addresses, group.index, rows, columns, dtype)
+        memory = OneShotMemory(found.addresses, group.index, rows, columns, dtype)
+        # Its product with any row is the row.
+        same = RowWeight(torch.eye(columns, dtype=dtype, device=device)) if sends else None
+        return memory, _tried(partial(_summed, memory, same), group, sorted({1, rows}), columns, dtype, device)
 
-        def compute(
-            x: Tensor, stream: Tensor, gain: Tensor, eps: float, *, slot: int, waits: bool = True
-        ) -> tuple[Tensor, Tensor]:
-            tries = PACKET_TRIES if waits else 16  # of the same compiled code
-            return packet_sum(x, stream, gain, eps, self._packets, slot, tries=tries)
 
-        # Ranks compile at their own pace: each does so, and all meet, before one waits for another's packets.
-        reason = ""
-        try:
-            row = torch.zeros(1, columns, dtype=dtype, device=device)
-            compute(row, row, row[0], 1e-5, slot=one_shot_slot(0), waits=False)
-        except Exception as problem:  # of Triton's compiler
-            reason = _first_line(problem)
-        reason = next(filter(None, all_gather_object(reason, group, device)), "")
-        return reason or wrong_sums(compute, group, (1, rows), columns, dtype, device)
+def _summed(
+    memory: OneShotMemory,
+    same: RowWeight | None,
+    x: Tensor,
+    stream: Tensor,
+    gain: Tensor,
+    eps: float,
+    *,
+    slot: int,
+    waits: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """Sum rows by packets; a kernel that does not wait is of the same compiled code."""
+    if same is not None:
+        packet_product(x, same, memory, slot)
+    return packet_sum(x if same is None else None, stream, gain, eps, memory, slot, tries=PACKET_TRIES if waits else 16)
+
+
+def _tried(
+    compute: Callable[..., tuple[Tensor, Tensor]],
+    group: Group,
+    rows: Sequence[int],
+    columns: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> str:
+    """Compile on all ranks, then compare as :func:`wrong_sums` does; ``compute`` takes ``waits`` too. Return what is wrong."""
+    # Ranks compile at their own pace: each does so, and all meet, before one waits for another's packets.
+    reason = ""
+    try:
+        row = torch.zeros(1, columns, dtype=dtype, device=device)
+        compute(row, row, row[0], 1e-5, slot=one_shot_slot(0), waits=False)
+    except Exception as problem:  # of Triton's compiler
+        reason = _first_line(problem)
+    reason = next(filter(None, all_gather_object(reason, group, device)), "")
+    return reason or wrong_sums(compute, group, rows, columns, dtype, device)
 
 
 def wrong_sums(
@@ -276,14 +328,15 @@ class FusedSums:
             total = type(layer).forward(layer, given)
             return total if add is None else total + add
         x = layer.input_adapter(given)[0]
-        y = row_product(x, known) if rows == 1 else F.linear(x, known.weight)
-        gain, eps = found
-        flat = y.reshape(rows, -1)
-        stream = self._stream if add is None else add
-        total, normed = self._sums(flat, stream.reshape(flat.shape), gain, eps, self._calls, add is not None)
+        stream = (self._stream if add is None else add).reshape(rows, -1)
+        options = (stream, *found, self._calls, add is not None)
+        if rows == 1:
+            total, normed = self._sums.of_product(x, known, *options)
+        else:
+            total, normed = self._sums(F.linear(x, known.weight).reshape(rows, -1), *options)
         self._calls += 1
         self._ready = (norm, normed)
-        return total.view(y.shape)
+        return total.view(*x.shape[:-1], -1)
 
 
 def _sums_rows(layer: nn.Module) -> bool:

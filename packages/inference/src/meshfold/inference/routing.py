@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from meshfold.inference.cache import PagedLayer
+from meshfold.kernels import apply_rotary
 from meshfold.mesh import SpecError
 from meshfold.models import attention_layers, attention_window
 
@@ -25,13 +26,25 @@ _KNOWN = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_atten
 _UNKNOWN = ("softcap", "position_bias", "s_aux", "head_mask")
 
 
+Tables = tuple[Tensor, Tensor] | None
+"""Cosines and sines that turn queries and keys by their positions; None: they are turned, or do not turn."""
+
+
 class Attend(Protocol):
     """Function of one layer: q ``t heads d``, k and v ``t kv_heads d`` -> ``t heads d``."""
 
     def __call__(
-        self, layer: nn.Module, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None, window: int | None
+        self,
+        layer: nn.Module,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scale: float | None,
+        window: int | None,
+        rotary: Tables = None,
     ) -> Tensor:
-        """Attend."""
+        """Attend; ``rotary``: tables ``t d``."""
 
 
 class _Own:
@@ -40,18 +53,23 @@ class _Own:
     def __init__(self, layer: nn.Module, attend: Attend, window: int | None, paged: PagedLayer | None) -> None:
         self.layer, self.attend, self.window, self.paged = layer, attend, window, paged
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Attend: q ``t 1 heads d``, k and v ``t 1 kv_heads d``."""
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, rotary: Tables) -> Tensor:
+        """Attend: q ``t 1 heads d``, k and v ``t 1 kv_heads d``; ``rotary``: tables ``1 d`` or ``t 1 d``."""
         if torch.compiler.is_compiling() and self.paged is not None:
+            if rotary is not None:
+                q, k = apply_rotary(q, k, *rotary)
             new = (x.squeeze(1) for x in (q, k, v))
             return self.paged(*new, scale=None, window=self.window).unsqueeze(1)
-        found: Tensor = _attend_own(self, q, k, v)
+        found: Tensor = _attend_own(self, q, k, v, rotary)
         return found
 
 
-def _run_own(own: _Own, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def _run_own(own: _Own, q: Tensor, k: Tensor, v: Tensor, rotary: Tables) -> Tensor:
     flat = (x.reshape(-1, *x.shape[2:]) for x in (q, k, v))
-    return own.attend(own.layer, *flat, scale=None, window=own.window).view(q.shape)
+    tables = None
+    if rotary is not None:
+        tables = rotary[0].expand(*q.shape[:2], -1).flatten(0, 1), rotary[1].expand(*q.shape[:2], -1).flatten(0, 1)
+    return own.attend(own.layer, *flat, scale=None, window=own.window, rotary=tables).view(q.shape)
 
 
 _attend_own = torch.compiler.disable(_run_own)

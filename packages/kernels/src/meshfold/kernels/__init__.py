@@ -91,7 +91,7 @@ from meshfold.kernels.one_shot import (
     one_shot_sum,
     sum_add_norm,
 )
-from meshfold.kernels.one_shot_packets import PACKET_TRIES, packet_bytes, packet_rows, packet_sum
+from meshfold.kernels.one_shot_packets import PACKET_TRIES, packet_bytes, packet_product, packet_rows, packet_sum
 from meshfold.kernels.overlap import overlapped_launches, overlaps_on
 from meshfold.kernels.packed_weight import (
     PACKED_FORMATS,
@@ -260,6 +260,7 @@ __all__ = [
     "pack_weight",
     "packed_weight_of",
     "packet_bytes",
+    "packet_product",
     "packet_rows",
     "packet_sum",
     "pair_attention",

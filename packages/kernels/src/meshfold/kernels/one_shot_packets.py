@@ -11,6 +11,9 @@ Memory of a rank::
     epochs   int32  slots rows                   of the last call with a row of a slot; this rank's own
     packets  int64  slots ranks rows words       from each rank; 4 / itemsize elements a word
 
+The product that makes a single row can send it (:func:`packet_product`): its programs write the packets of their outputs, to this
+rank's memory too, and the sum finds them there.
+
 Epochs grow by one at each call and are in memory, so a CUDA graph that is replayed goes on with them. Slots are used as there: when
 a rank writes, each peer has begun the call before, hence ended the call before that one.
 """
@@ -21,6 +24,7 @@ import torch
 from torch import Tensor
 
 from meshfold.kernels.one_shot import SLOTS, OneShotMemory, one_shot_rows
+from meshfold.kernels.row_product import RowWeight
 
 _MOST_BYTES = 64 * 1024
 _ALIGNED = 256
@@ -65,8 +69,25 @@ def rows_of(packets: Tensor, epoch: int, dtype: torch.dtype) -> Tensor | None:
     return torch.where(low >= 1 << 31, low - (1 << 32), low).to(torch.int32).view(dtype)
 
 
+def packet_product(x: Tensor, layer: RowWeight, memory: OneShotMemory, slot: int) -> None:
+    """Multiply one row by a weight, and send the product to all ranks as packets, for :func:`packet_sum`; by one Triton kernel.
+
+    Args:
+        x: of k elements in all.
+        layer: a weight ``n k`` or its codes, of an even n.
+        memory, slot: as of :func:`packet_sum`, which must be the next call with this memory.
+
+    Raises:
+        ValueError: for a row that the memory has no room for.
+    """
+    memory.check(torch.empty(1, layer.weight.shape[0], dtype=x.dtype, device="meta"))
+    from meshfold.kernels.row_product_triton import product  # which needs Triton
+
+    product(x, *layer, sends=(memory, slot))
+
+
 def packet_sum(
-    x: Tensor,
+    x: Tensor | None,
     stream: Tensor,
     gain: Tensor,
     eps: float,
@@ -79,7 +100,7 @@ def packet_sum(
     """Sum rows over ranks, add the stream and normalise, by one Triton kernel; all ranks must call in the same order.
 
     Args:
-        x, stream, gain, eps, slot, adds: as of :func:`meshfold.kernels.one_shot_sum`.
+        x: as of :func:`meshfold.kernels.one_shot_sum`, as are stream, gain, eps, slot and adds; None: a product has sent the row.
         memory: of :func:`packet_bytes`, which began as zeros.
         tries: how often packets are read before the kernel gives up, with a wrong result; 0: it waits.
 
@@ -89,7 +110,7 @@ def packet_sum(
     Raises:
         ValueError: for rows that the memory has no room for.
     """
-    memory.check(x)
+    memory.check(torch.empty(stream.shape, dtype=memory.dtype, device="meta") if x is None else x)
     from meshfold.kernels.one_shot_packets_triton import launch_packets  # which needs Triton
 
     return launch_packets(x, stream, gain, eps, memory, slot, adds=adds, tries=tries)

@@ -1,4 +1,4 @@
-"""The one-shot sum by packets in Triton, with residual and RMSNorm: a program for each row."""
+"""The one-shot sum by packets in Triton, with residual and RMSNorm: a program for each row. Products can send packets too."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from meshfold.kernels._triton import launch
 from meshfold.kernels.one_shot import OneShotMemory
 from meshfold.kernels.one_shot_packets import epoch_bytes
 from meshfold.kernels.overlap import early
-from meshfold.kernels.weights_ahead import fetch_ahead
+from meshfold.kernels.weights_ahead import Ahead, launch_ahead
+from meshfold.kernels.weights_ahead_triton import ask, asking
 
 
 @triton.jit
@@ -48,6 +49,37 @@ def _write(like, word, inside, first, second, LANES: tl.constexpr):
 
 
 @triton.jit
+def send(
+    value,
+    like,
+    addresses,
+    slot,
+    most,
+    words,
+    EPOCH_BYTES: tl.constexpr,
+    RANK: tl.constexpr,
+    RANKS: tl.constexpr,
+    BN: tl.constexpr,
+):
+    """Send a program's BN elements of the first row to all ranks, this one too, in the dtype of what ``like`` points to."""
+    value = value.to(like.dtype.element_ty)
+    if like.dtype.element_ty.primitive_bitwidth == 32:
+        data = value.to(tl.int32, bitcast=True)
+        word = tl.program_id(0) * BN + tl.arange(0, BN)
+    else:
+        low, high = tl.split(tl.reshape(value.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF, (BN // 2, 2)))
+        data = low | (high << 16)
+        word = tl.program_id(0) * (BN // 2) + tl.arange(0, BN // 2)
+    epochs = tl.load(addresses + RANK).to(tl.pointer_type(tl.int32))
+    epoch = tl.load(epochs + slot * most) + 1
+    packet = (epoch.to(tl.int64) << 32) | (data.to(tl.int64) & 0xFFFFFFFF)
+    sent = ((slot * RANKS + RANK) * most).to(tl.int64) * words + word
+    for rank in tl.static_range(RANKS):
+        theirs = (tl.load(addresses + rank) + EPOCH_BYTES).to(tl.pointer_type(tl.int64))
+        tl.store(theirs + sent, packet, mask=word < words)
+
+
+@triton.jit
 def _packets(
     addresses,
     x,
@@ -61,31 +93,43 @@ def _packets(
     eps,
     tries,
     step,
+    rows,
+    first_ahead,
+    second_ahead,
+    pieces,
     EPOCH_BYTES: tl.constexpr,
     RANK: tl.constexpr,
     RANKS: tl.constexpr,
     LANES: tl.constexpr,
     ADDS: tl.constexpr,
+    SENT: tl.constexpr,
     BW: tl.constexpr,
     EARLY: tl.constexpr,
+    AHEAD: tl.constexpr,
+    THREADS: tl.constexpr,
 ):
+    row = tl.program_id(0)
+    if AHEAD and row >= rows:
+        ask(first_ahead, second_ahead, pieces, row - rows, THREADS)
+        return
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    row = tl.program_id(0)
     word = tl.arange(0, BW)
     inside = word < words
     at = slot * most + row
     here = row * words + word
     epochs = tl.load(addresses + RANK).to(tl.pointer_type(tl.int32))
     epoch = tl.load(epochs + at) + 1
-    data = tl.load(x.to(tl.pointer_type(tl.int32)) + here, mask=inside, other=0)
-    packet = (epoch.to(tl.int64) << 32) | (data.to(tl.int64) & 0xFFFFFFFF)
-    sent = (((slot * RANKS + RANK) * most + row).to(tl.int64)) * words + word
-    for rank in tl.static_range(RANKS):
-        if rank != RANK:
-            theirs = tl.multiple_of((tl.load(addresses + rank) + EPOCH_BYTES).to(tl.pointer_type(tl.int64)), 16)
-            tl.store(theirs + sent, packet, mask=inside)
+    data = word
+    if not SENT:
+        data = tl.load(x.to(tl.pointer_type(tl.int32)) + here, mask=inside, other=0)
+        packet = (epoch.to(tl.int64) << 32) | (data.to(tl.int64) & 0xFFFFFFFF)
+        sent = (((slot * RANKS + RANK) * most + row).to(tl.int64)) * words + word
+        for rank in tl.static_range(RANKS):
+            if rank != RANK:
+                theirs = tl.multiple_of((tl.load(addresses + rank) + EPOCH_BYTES).to(tl.pointer_type(tl.int64)), 16)
+                tl.store(theirs + sent, packet, mask=inside)
     # Loaded while packets are on their way.
     first = _read(stream, here, inside, 0, LANES)
     second = _read(stream, here, inside, LANES - 1, LANES)
@@ -94,7 +138,7 @@ def _packets(
     sum2 = tl.zeros((BW,), tl.float32)
     own = tl.multiple_of((tl.load(addresses + RANK) + EPOCH_BYTES).to(tl.pointer_type(tl.int64)), 16)
     for rank in tl.static_range(RANKS):  # in the same order on every rank: the same bits
-        if rank == RANK:
+        if rank == RANK and not SENT:
             got = data
         else:
             come = own + (((slot * RANKS + rank) * most + row).to(tl.int64)) * words + word
@@ -128,41 +172,59 @@ def _packets(
 
 
 def launch_packets(
-    x: Tensor, stream: Tensor, gain: Tensor, eps: float, memory: OneShotMemory, slot: int, *, adds: bool, tries: int
+    x: Tensor | None,
+    stream: Tensor,
+    gain: Tensor,
+    eps: float,
+    memory: OneShotMemory,
+    slot: int,
+    *,
+    adds: bool,
+    tries: int,
 ) -> tuple[Tensor, Tensor]:
     """Run the kernel; arguments as of :func:`meshfold.kernels.one_shot_packets.packet_sum`."""
+    sent = x is None
+    total = torch.empty(stream.shape, dtype=memory.dtype, device=stream.device)
+    y = torch.empty_like(total)
     # Two elements of 16 bits are read together.
     x, stream, gain = (
         part.clone() if part.data_ptr() % 4 else part
-        for part in (x.contiguous(), stream.contiguous(), gain.contiguous())
+        for part in (total if x is None else x.contiguous(), stream.contiguous(), gain.contiguous())
     )
-    total, y = torch.empty_like(x), torch.empty_like(x)
     words = x.shape[1] * x.element_size() // 4
     wide = triton.next_power_of_2(words)
-    fetch_ahead()
-    launch(
-        _packets,
-        (x.shape[0],),
-        x,
-        memory.addresses,
-        x,
-        stream,
-        gain,
-        total,
-        y,
-        slot,
-        memory.rows,
-        words,
-        eps,
-        tries or 1,
-        int(tries > 0),
-        EPOCH_BYTES=epoch_bytes(memory.rows),
-        RANK=memory.rank,
-        RANKS=memory.addresses.numel(),
-        LANES=4 // x.element_size(),
-        ADDS=adds,
-        BW=wide,
-        num_warps=4 if wide <= 1024 else 8 if wide <= 4096 else 16,
-        **early(),
-    )
+    warps = 4 if wide <= 1024 else 8 if wide <= 4096 else 16
+
+    def run(ahead: Ahead) -> None:
+        launch(
+            _packets,
+            (x.shape[0] + ahead.programs(32 * warps),),
+            x,
+            memory.addresses,
+            x,
+            stream,
+            gain,
+            total,
+            y,
+            slot,
+            memory.rows,
+            words,
+            eps,
+            tries or 1,
+            int(tries > 0),
+            x.shape[0],
+            *ahead,
+            EPOCH_BYTES=epoch_bytes(memory.rows),
+            RANK=memory.rank,
+            RANKS=memory.addresses.numel(),
+            LANES=4 // x.element_size(),
+            ADDS=adds,
+            SENT=sent,
+            BW=wide,
+            num_warps=warps,
+            **early(),
+            **asking(ahead, warps),
+        )
+
+    launch_ahead(run)
     return total, y

@@ -10,7 +10,8 @@ from torch import Tensor
 from meshfold.kernels._triton import launch
 from meshfold.kernels.one_shot import OneShotMemory
 from meshfold.kernels.overlap import early
-from meshfold.kernels.weights_ahead import fetch_ahead
+from meshfold.kernels.weights_ahead import Ahead, launch_ahead
+from meshfold.kernels.weights_ahead_triton import ask, asking
 
 
 @triton.jit
@@ -25,17 +26,26 @@ def _one_shot(
     most,
     columns,
     eps,
+    rows,
+    first_ahead,
+    second_ahead,
+    pieces,
     FLAG_BYTES: tl.constexpr,
     RANK: tl.constexpr,
     RANKS: tl.constexpr,
     ADDS: tl.constexpr,
     BH: tl.constexpr,
     EARLY: tl.constexpr,
+    AHEAD: tl.constexpr,
+    THREADS: tl.constexpr,
 ):
+    row = tl.program_id(0)
+    if AHEAD and row >= rows:
+        ask(first_ahead, second_ahead, pieces, row - rows, THREADS)
+        return
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    row = tl.program_id(0)
     column = tl.arange(0, BH)
     inside = column < columns
     here = row * columns + column
@@ -83,27 +93,34 @@ def launch_one_shot(
     x, stream = x.contiguous(), stream.contiguous()
     total, y = torch.empty_like(x), torch.empty_like(x)
     wide = triton.next_power_of_2(x.shape[1])
-    fetch_ahead()
-    launch(
-        _one_shot,
-        (x.shape[0],),
-        x,
-        memory.addresses,
-        x,
-        stream,
-        gain,
-        total,
-        y,
-        slot,
-        memory.rows,
-        x.shape[1],
-        eps,
-        FLAG_BYTES=memory.flag_bytes,
-        RANK=memory.rank,
-        RANKS=memory.addresses.numel(),
-        ADDS=adds,
-        BH=wide,
-        num_warps=4 if wide <= 2048 else 8 if wide <= 8192 else 16,
-        **early(),
-    )
+    warps = 4 if wide <= 2048 else 8 if wide <= 8192 else 16
+
+    def run(ahead: Ahead) -> None:
+        launch(
+            _one_shot,
+            (x.shape[0] + ahead.programs(32 * warps),),
+            x,
+            memory.addresses,
+            x,
+            stream,
+            gain,
+            total,
+            y,
+            slot,
+            memory.rows,
+            x.shape[1],
+            eps,
+            x.shape[0],
+            *ahead,
+            FLAG_BYTES=memory.flag_bytes,
+            RANK=memory.rank,
+            RANKS=memory.addresses.numel(),
+            ADDS=adds,
+            BH=wide,
+            num_warps=warps,
+            **early(),
+            **asking(ahead, warps),
+        )
+
+    launch_ahead(run)
     return total, y

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from meshfold.kernels.rotary import apply_rotary
+
 CACHE_FORMS = {"fp8": (torch.float8_e4m3fn, 448.0), "int8": (torch.int8, 127.0)}
 """Formats of keys and values in eight bits: dtype of the codes, and the largest."""
 
@@ -99,6 +101,8 @@ def attend_and_keep(
     scale: float,
     window: int,
     fused: bool,
+    rotary: tuple[Tensor, Tensor] | None = None,
+    arrived: Tensor | None = None,
 ) -> Tensor:
     """Keep the keys and values of single tokens, and attend with them; window 0 for none.
 
@@ -111,12 +115,17 @@ def attend_and_keep(
         scale: of the scores.
         window: a token sees itself and ``window - 1`` before.
         fused: by the Triton kernel, on a GPU.
+        rotary: cosines and sines ``b d`` that turn q and k first; None: they are turned, or do not turn.
+        arrived: int32 zeros, at least one for each sequence and head of keys, which the kernel counts in and leaves at zero.
     """
     limit = window or None
     if fused:
         from meshfold.kernels.paged_attention_triton import attend_new  # which needs Triton
 
-        return attend_new(q, k, v, kept, scales, tables, positions, scale, limit)
+        given = (q, k, v, kept, scales, tables, positions, scale, limit)
+        return attend_new(*given, rotary=rotary, arrived=arrived)
+    if rotary is not None:
+        q, k = (x.squeeze(1) for x in apply_rotary(q[:, None], k[:, None], *(each[:, None] for each in rotary)))
     pages = KeyValuePages(kept, scales, q.dtype)
     pages.keep(page, offset, k, v)
     return attend_singles(q, pages, tables, positions, scale, limit)

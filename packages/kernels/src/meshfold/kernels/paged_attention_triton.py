@@ -1,8 +1,9 @@
 """Attention of single tokens over pages in Triton: a program reads a part of the pages of one sequence, for one head of keys.
 
-All query heads that share a head of keys are computed together (GQA). A long sequence is split over several programs, and a second
-kernel combines their results (flash decoding: Dao et al., 2023). The keys and values of the new token are written by the program
-that reads its page; so the pool is read once, and nothing else runs before.
+All query heads that share a head of keys are computed together (GQA). A long sequence is split over several programs (flash
+decoding: Dao et al., 2023). If they are few, the last of them to end combines their results; else a second kernel does. Queries and
+keys may be turned by their positions here. The keys and values of the new token are written by the program that reads its page; so
+the pool is read once, and nothing else runs before.
 """
 
 from __future__ import annotations
@@ -12,12 +13,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from meshfold.kernels._triton import cdiv, launch
 from meshfold.kernels.overlap import early
 from meshfold.kernels.paged_attention import CACHE_FORMS
-from meshfold.kernels.weights_ahead import fetch_ahead
+from meshfold.kernels.weights_ahead import Ahead, launch_ahead
+from meshfold.kernels.weights_ahead_triton import ask, asking
 
 _LOG2_E = 1.4426950408889634
 _BLOCK = 64
+_WARPS = 4
+_MOST_COMBINED = 8
+"""Programs of a sequence whose results the last of them combines, at most."""
 
 
 @triton.jit
@@ -34,6 +40,15 @@ def _coded(x, like, TOP: tl.constexpr, WHOLE: tl.constexpr):
 
 
 @triton.jit
+def _turned(x, at, feature, inside, cos, sin, half):
+    """Return heads of a token, which are loaded from ``x + at + feature``, turned by its position and rounded."""
+    first = feature < half
+    one = tl.load(x + at + feature, mask=inside, other=0.0).to(tl.float32)
+    other = tl.load(x + at + tl.where(first, feature + half, feature - half), mask=inside, other=0.0).to(tl.float32)
+    return tl.where(first, one * cos - other * sin, one * cos + other * sin).to(x.dtype.element_ty)
+
+
+@triton.jit
 def _attend(
     q,
     k,
@@ -44,9 +59,13 @@ def _attend(
     value_scales,
     tables,
     positions,
-    out,
+    cos,
+    sin,
+    parts,
     most,
     total,
+    arrived,
+    out,
     scale,
     window,
     q_row,
@@ -58,7 +77,11 @@ def _attend(
     page_stride,
     head_stride,
     table_row,
+    cos_row,
     d,
+    first_ahead,
+    second_ahead,
+    pieces,
     TOP: tl.constexpr,
     WHOLE: tl.constexpr,
     GROUP: tl.constexpr,
@@ -68,13 +91,22 @@ def _attend(
     BLOCK: tl.constexpr,
     SPLITS: tl.constexpr,
     PRECISION: tl.constexpr,
+    TURNS: tl.constexpr,
+    COMBINES: tl.constexpr,
     EARLY: tl.constexpr,
+    AHEAD: tl.constexpr,
+    THREADS: tl.constexpr,
 ):
+    row, head, split = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64), tl.program_id(2)
+    kv_heads = tl.num_programs(1)
+    if AHEAD and split >= SPLITS:
+        number = ((split - SPLITS) * kv_heads + tl.program_id(1)) * tl.num_programs(0) + tl.program_id(0)
+        ask(first_ahead, second_ahead, pieces, number, THREADS)
+        return
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    row, head, split = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64), tl.program_id(2)
-    heads = tl.num_programs(1) * GROUP
+    heads = kv_heads * GROUP
     position = tl.load(positions + row)
     first = tl.maximum(position + 1 - window, 0) // BLOCK * BLOCK
     blocks = (position - first) // BLOCK + 1
@@ -84,12 +116,16 @@ def _attend(
 
     group, feature, token = tl.arange(0, PADDED), tl.arange(0, D), tl.arange(0, BLOCK)
     mine, inside = group < GROUP, feature < d
-    query = tl.load(
-        q + row * q_row + (head * GROUP + group)[:, None] * q_head + feature[None, :],
-        mask=mine[:, None] & inside[None, :],
-        other=0.0,
-    )
-    new_k = tl.load(k + row * k_row + head * k_head + feature, mask=inside, other=0.0)
+    queries = row * q_row + (head * GROUP + group)[:, None] * q_head
+    both = mine[:, None] & inside[None, :]
+    if TURNS:
+        cosine = tl.load(cos + row * cos_row + feature, mask=inside, other=0.0).to(tl.float32)
+        sine = tl.load(sin + row * cos_row + feature, mask=inside, other=0.0).to(tl.float32)
+        query = _turned(q, queries, feature[None, :], both, cosine[None, :], sine[None, :], d // 2)
+        new_k = _turned(k, row * k_row + head * k_head, feature, inside, cosine, sine, d // 2)
+    else:
+        query = tl.load(q + queries + feature[None, :], mask=both, other=0.0)
+        new_k = tl.load(k + row * k_row + head * k_head + feature, mask=inside, other=0.0)
     new_v = tl.load(v + row * v_row + head * v_head + feature, mask=inside, other=0.0)
     kept_k, kept_v = new_k, new_v
     if TOP > 0:
@@ -137,14 +173,32 @@ def _attend(
         largest = higher
 
     at = row * heads + head * GROUP + group
+    there = out + at[:, None] * d + feature[None, :]
     if SPLITS == 1:
-        there = out + at[:, None] * d + feature[None, :]
-        tl.store(there, (acc / sums[:, None]).to(out.dtype.element_ty), mask=mine[:, None] & inside[None, :])
+        tl.store(there, (acc / sums[:, None]).to(out.dtype.element_ty), mask=both)
     else:
         part = at * SPLITS + split
-        tl.store(out + part[:, None] * d + feature[None, :], acc, mask=mine[:, None] & inside[None, :])
+        tl.store(parts + part[:, None] * d + feature[None, :], acc, mask=both)
         tl.store(most + part, largest, mask=mine)
         tl.store(total + part, sums, mask=mine)
+        if COMBINES:
+            tl.debug_barrier()  # all threads have written before one says so
+            before = tl.atomic_add(arrived + row * kv_heads + head, 1, sem="acq_rel")
+            if before == SPLITS - 1:  # all others have
+                tl.store(arrived + row * kv_heads + head, 0)  # for the next call
+                highest = tl.full((PADDED,), -float("inf"), tl.float32)
+                for i in tl.static_range(SPLITS):
+                    here = tl.load(most + at * SPLITS + i, mask=mine, other=0.0, cache_modifier=".cg")
+                    highest = tl.maximum(highest, here)
+                whole = tl.zeros((PADDED,), tl.float32)
+                mean = tl.zeros((PADDED, D), tl.float32)
+                for i in tl.static_range(SPLITS):
+                    part = at * SPLITS + i
+                    share = tl.exp2(tl.load(most + part, mask=mine, other=0.0, cache_modifier=".cg") - highest)
+                    whole += share * tl.load(total + part, mask=mine, other=1.0, cache_modifier=".cg")
+                    found = parts + part[:, None] * d + feature[None, :]
+                    mean += share[:, None] * tl.load(found, mask=both, other=0.0, cache_modifier=".cg")
+                tl.store(there, (mean / whole[:, None]).to(out.dtype.element_ty), mask=both)
 
 
 @triton.jit
@@ -174,6 +228,9 @@ def attend_new(
     scale: float,
     window: int | None,
     splits: int | None = None,
+    *,
+    rotary: tuple[Tensor, Tensor] | None = None,
+    arrived: Tensor | None = None,
 ) -> Tensor:
     """Keep the keys and values of one token of each of many sequences, and attend with it: ``b heads d`` -> ``b heads d``.
 
@@ -186,6 +243,8 @@ def attend_new(
         scale: of the scores.
         window: a token sees itself and ``window - 1`` before; None: all before.
         splits: programs that share a sequence, a power of two; None to choose.
+        rotary: cosines and sines ``b d``, which turn q and k as :func:`meshfold.kernels.apply_rotary` does; None: they do not turn.
+        arrived: int32 zeros, where programs count those of their sequence that have ended; None: a second kernel combines.
     """
     b, heads, d = q.shape
     kv_heads, size = kept.shape[2], kept.shape[3]
@@ -199,47 +258,66 @@ def attend_new(
     if splits > 1:
         parts = torch.empty(b, heads, splits, d, dtype=torch.float32, device=q.device)
         most, total = torch.empty(2, b, heads, splits, dtype=torch.float32, device=q.device)
-    fetch_ahead()
-    _attend[(b, kv_heads, splits)](
-        q,
-        k,
-        v,
-        kept[0],
-        kept[1],
-        q if scales is None else scales[0],  # what is not there is not read
-        q if scales is None else scales[1],
-        tables,
-        positions,
-        parts,
-        most,
-        total,
-        scale * _LOG2_E,
-        (1 << 40) if window is None else window,
-        q.stride(0),
-        q.stride(1),
-        k.stride(0),
-        k.stride(1),
-        v.stride(0),
-        v.stride(1),
-        kept.stride(1),
-        kept.stride(2),
-        tables.stride(0),
-        d,
-        TOP=0.0 if scales is None else _largest_code(kept),
-        WHOLE=kept.dtype == torch.int8,
-        GROUP=group,
-        PADDED=max(triton.next_power_of_2(group), 16),
-        D=wide,
-        SIZE=size,
-        BLOCK=_BLOCK,
-        SPLITS=splits,
-        PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
-        num_warps=4,
-        num_stages=3 if wide <= 128 else 2,
-        **early(),
-    )
-    if splits > 1:
-        _combine[(b * heads,)](parts, most, total, out, d, D=wide, SPLITS=splits, num_warps=4, **early())
+    combines = arrived is not None and splits <= _MOST_COMBINED and b * kv_heads <= arrived.numel()
+    cos, sin = (q, q) if rotary is None else (each.contiguous() for each in rotary)
+
+    def run(ahead: Ahead) -> None:
+        spare = ahead.programs(32 * _WARPS)
+        launch(
+            _attend,
+            (b, kv_heads, splits + cdiv(spare, b * kv_heads)),
+            q,
+            q,
+            k,
+            v,
+            kept[0],
+            kept[1],
+            q if scales is None else scales[0],  # what is not there is not read
+            q if scales is None else scales[1],
+            tables,
+            positions,
+            cos,
+            sin,
+            parts,
+            most,
+            total,
+            arrived if combines else positions,
+            out,
+            scale * _LOG2_E,
+            (1 << 40) if window is None else window,
+            q.stride(0),
+            q.stride(1),
+            k.stride(0),
+            k.stride(1),
+            v.stride(0),
+            v.stride(1),
+            kept.stride(1),
+            kept.stride(2),
+            tables.stride(0),
+            cos.stride(0),
+            d,
+            *ahead,
+            TOP=0.0 if scales is None else _largest_code(kept),
+            WHOLE=kept.dtype == torch.int8,
+            GROUP=group,
+            PADDED=max(triton.next_power_of_2(group), 16),
+            D=wide,
+            SIZE=size,
+            BLOCK=_BLOCK,
+            SPLITS=splits,
+            PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+            TURNS=rotary is not None,
+            COMBINES=combines,
+            num_warps=_WARPS,
+            num_stages=3 if wide <= 128 else 2,
+            **early(),
+            **asking(ahead, _WARPS),
+        )
+
+    launch_ahead(run)
+    if splits > 1 and not combines:
+        given = (parts, most, total, out, d)
+        launch(_combine, (b * heads,), q, *given, D=wide, SPLITS=splits, num_warps=4, **early())
     return out
 
 

@@ -12,7 +12,6 @@ from torch import Tensor
 from meshfold.kernels import rotary as plain
 from meshfold.kernels._triton import Prepared, remember
 from meshfold.kernels.overlap import early
-from meshfold.kernels.weights_ahead import fetch_ahead
 
 
 @triton.jit
@@ -146,7 +145,6 @@ def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, q_out: Tensor, k_out:
         numbers = (q.shape[1], q.shape[2], k.shape[2], half)
         strides = (*q.stride(), *k.stride(), *q_out.stride(), *k_out.stride(), *cos.stride(), *sin.stride())
         begins = early()
-        fetch_ahead()
         key = (q.shape[0], numbers, strides, *[x.dtype for x in each], inverse, q.get_device(), begins["EARLY"])
         found = _known.get(key)
         if found is None:

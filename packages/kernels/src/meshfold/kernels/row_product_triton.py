@@ -12,6 +12,8 @@ import triton.language as tl
 from torch import Tensor
 
 from meshfold.kernels._triton import cdiv, launch
+from meshfold.kernels.one_shot import OneShotMemory
+from meshfold.kernels.one_shot_packets import epoch_bytes
 from meshfold.kernels.overlap import early
 from meshfold.kernels.row_product import RowWeight
 from meshfold.kernels.row_tiles import RowCall, Tile, group_of
@@ -52,7 +54,7 @@ def _given(x, gain, here, there, NORM: tl.constexpr):
     return given, squares
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["slot"])
 def _product(
     x,
     w,
@@ -71,6 +73,9 @@ def _product(
     w_row,
     groups,
     eps,
+    addresses,
+    slot,
+    most,
     GROUP: tl.constexpr,
     ZERO: tl.constexpr,
     BIAS: tl.constexpr,
@@ -81,6 +86,9 @@ def _product(
     BK: tl.constexpr,
     STAGES: tl.constexpr,
     EARLY: tl.constexpr,
+    RANKS: tl.constexpr,
+    RANK: tl.constexpr,
+    EPOCH_BYTES: tl.constexpr,
 ):
     """Multiply by a weight (GROUP 0), by codes with a scale of each row (GROUP 1), or of each group."""
     row = tl.program_id(0) * BN + tl.arange(0, BN)
@@ -122,7 +130,32 @@ def _product(
         total *= tl.load(scale + row, mask=inside, other=0.0)
         if GATED:
             other *= tl.load(scale2 + row, mask=inside, other=0.0)
-    finish(total, other, tl.sum(squares, 0), bias, bias2, add, y, row, inside, n, k, eps, NORM, GATED, BIAS, ADD)
+    squared = tl.sum(squares, 0)
+    finish(
+        total,
+        other,
+        squared,
+        bias,
+        bias2,
+        add,
+        y,
+        row,
+        inside,
+        n,
+        k,
+        eps,
+        addresses,
+        slot,
+        most,
+        NORM,
+        GATED,
+        BIAS,
+        ADD,
+        RANKS,
+        RANK,
+        EPOCH_BYTES,
+        BN,
+    )
 
 
 @triton.jit
@@ -142,7 +175,7 @@ def _one_of_eight(x, word, there, place: tl.constexpr):
     return tl.load(x + word * 8 + place, mask=there[:, None], other=0.0).to(tl.float32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["slot"])
 def _product_int4(
     x,
     w,
@@ -161,6 +194,9 @@ def _product_int4(
     w_row,
     groups,
     eps,
+    addresses,
+    slot,
+    most,
     GROUP: tl.constexpr,
     ZERO: tl.constexpr,
     BIAS: tl.constexpr,
@@ -171,6 +207,9 @@ def _product_int4(
     BK: tl.constexpr,
     STAGES: tl.constexpr,
     EARLY: tl.constexpr,
+    RANKS: tl.constexpr,
+    RANK: tl.constexpr,
+    EPOCH_BYTES: tl.constexpr,
 ):
     """Multiply by codes of four bits, in words of eight; BK / GROUP groups at a time."""
     if EARLY:
@@ -219,9 +258,32 @@ def _product_int4(
             if ZERO:
                 middle = tl.load(zero2 + factor, mask=inner, other=0).to(tl.float32)
             acc2 += (tl.sum(part2, 2) - middle * sums) * tl.load(scale2 + factor, mask=inner, other=0.0)
+    total, other = tl.sum(acc, 1), tl.sum(acc2, 1)
     squared = tl.sum(tl.sum(squares, 1), 0)
     finish(
-        tl.sum(acc, 1), tl.sum(acc2, 1), squared, bias, bias2, add, y, row, inside, n, k, eps, NORM, GATED, BIAS, ADD
+        total,
+        other,
+        squared,
+        bias,
+        bias2,
+        add,
+        y,
+        row,
+        inside,
+        n,
+        k,
+        eps,
+        addresses,
+        slot,
+        most,
+        NORM,
+        GATED,
+        BIAS,
+        ADD,
+        RANKS,
+        RANK,
+        EPOCH_BYTES,
+        BN,
     )
 
 
@@ -236,6 +298,7 @@ def product(
     norm: tuple[Tensor, float] | None = None,
     add: Tensor | None = None,
     tile: Tile | None = None,
+    sends: tuple[OneShotMemory, int] | None = None,
 ) -> Tensor:
     """Multiply one row by a weight or its codes; see :func:`meshfold.kernels.row_product.row_product`.
 
@@ -243,6 +306,7 @@ def product(
         x, gate, norm, add: as there.
         weight, bias, scale, zero: the layer.
         tile: sizes of a program; None to choose.
+        sends: memory of packets and a slot: the outputs are sent to all ranks, and what is returned is not filled.
     """
     n, k = weight.shape[0], x.shape[-1]
     x = x.contiguous()
@@ -255,6 +319,8 @@ def product(
     words = call.word_bits() if sizes.words else 0
     if sizes.words and not words:
         sizes = call.known_tile()
+    if sends is not None and sizes.rows == 1:  # two elements of 16 bits make a packet
+        sizes = sizes._replace(rows=2)
     wide = torch.int64 if words else torch.int32 if four else None
     codes = [part[0] if wide is None else part[0].view(wide) for part in (first, second)]
     gain, eps = (weight, 0.0) if norm is None else norm
@@ -275,6 +341,9 @@ def product(
         codes[0].stride(0),
         groups,
         eps,
+        y if sends is None else sends[0].addresses,
+        0 if sends is None else sends[1],
+        0 if sends is None else sends[0].rows,
     )
     parts = dict(
         GROUP=group,
@@ -286,6 +355,9 @@ def product(
         BN=sizes.rows,
         num_warps=sizes.warps,
         **early(),
+        RANKS=0 if sends is None else sends[0].addresses.numel(),
+        RANK=0 if sends is None else sends[0].rank,
+        EPOCH_BYTES=0 if sends is None else epoch_bytes(sends[0].rows),
     )
     grid = (cdiv(n, sizes.rows),)
     take_product(*[part.weight for part in (second, gate) if part is not None])

@@ -10,6 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from meshfold.kernels.one_shot_packets_triton import send
+
 
 @triton.jit
 def finish(
@@ -25,12 +27,19 @@ def finish(
     n,
     k,
     eps,
+    addresses,
+    slot,
+    most,
     NORM: tl.constexpr,
     GATED: tl.constexpr,
     BIAS: tl.constexpr,
     ADD: tl.constexpr,
+    RANKS: tl.constexpr,
+    RANK: tl.constexpr,
+    EPOCH_BYTES: tl.constexpr,
+    BN: tl.constexpr,
 ):
-    """Write outputs: the norm's factor, bias, gate and residual of the sums of some rows."""
+    """Write outputs, or send them to RANKS ranks: the norm's factor, bias, gate and residual of the sums of some rows."""
     if NORM:
         rstd = 1.0 / tl.sqrt(squares / k + eps)
         total *= rstd
@@ -43,7 +52,11 @@ def finish(
         total = total / (1.0 + tl.exp(-total)) * other
     if ADD:
         total += tl.load(add + row, mask=inside, other=0.0).to(tl.float32)
-    tl.store(y + row, total.to(y.dtype.element_ty), mask=inside)
+    if RANKS:
+        words = n // (32 // y.dtype.element_ty.primitive_bitwidth)
+        send(total, y, addresses, slot, most, words, EPOCH_BYTES, RANK, RANKS, BN)
+    else:
+        tl.store(y + row, total.to(y.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -111,7 +124,7 @@ def _middle(zero, group, mask, BITS: tl.constexpr, ZERO: tl.constexpr):
     return found
 
 
-@triton.jit(do_not_specialize_on_alignment=["w", "w2", "scale", "scale2", "zero", "zero2"])
+@triton.jit(do_not_specialize=["slot"], do_not_specialize_on_alignment=["w", "w2", "scale", "scale2", "zero", "zero2"])
 def product_words(
     x,
     w,
@@ -130,6 +143,9 @@ def product_words(
     w_row,
     groups,
     eps,
+    addresses,
+    slot,
+    most,
     BITS: tl.constexpr,
     GROUP: tl.constexpr,
     ZERO: tl.constexpr,
@@ -140,6 +156,9 @@ def product_words(
     BN: tl.constexpr,
     BC: tl.constexpr,
     EARLY: tl.constexpr,
+    RANKS: tl.constexpr,
+    RANK: tl.constexpr,
+    EPOCH_BYTES: tl.constexpr,
 ):
     """Multiply by a weight (GROUP 0), by codes with a scale of each row (GROUP 1), or of each group; BC words at a time.
 
@@ -219,4 +238,29 @@ def product_words(
         total *= tl.load(scale + row, mask=inside, other=0.0).to(tl.float32)
         if GATED:
             other *= tl.load(scale2 + row, mask=inside, other=0.0).to(tl.float32)
-    finish(total, other, tl.sum(squares, 0), bias, bias2, add, y, row, inside, n, k, eps, NORM, GATED, BIAS, ADD)
+    squared = tl.sum(squares, 0)
+    finish(
+        total,
+        other,
+        squared,
+        bias,
+        bias2,
+        add,
+        y,
+        row,
+        inside,
+        n,
+        k,
+        eps,
+        addresses,
+        slot,
+        most,
+        NORM,
+        GATED,
+        BIAS,
+        ADD,
+        RANKS,
+        RANK,
+        EPOCH_BYTES,
+        BN,
+    )

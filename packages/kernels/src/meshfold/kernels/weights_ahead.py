@@ -1,24 +1,43 @@
 """Weights of the next products of a token, fetched into the GPU's cache while attention or a sum over ranks runs.
 
 Those kernels have few programs and wait for one another more than for memory, which is idle meanwhile. A product of one row reads
-each weight once, so what is in the cache when it begins is time saved. The fetch is a kernel on a stream of its own that ends as
-soon as it has asked for the weights; nothing waits for it, and it changes no value.
+each weight once, so what is in the cache when it begins is time saved. Such a kernel gets more programs than it needs: the others
+ask for weights and end. They wait for nothing, nothing waits for them, and they change no value.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 AHEAD_BYTES = 16 << 20
 """Fetched at most at a time: a third of the cache of an H100, which it reads in 5.6 us."""
+PIECE = 1024
+"""Bytes that a thread asks for."""
 
-Fetch = Callable[[Sequence[Tensor], int], None]
-"""Asks for the first bytes of each of some weights."""
+
+class Ahead(NamedTuple):
+    """Two runs of bytes that the spare programs of a kernel ask for.
+
+    Attributes:
+        first, second: addresses.
+        pieces: of each run.
+    """
+
+    first: int
+    second: int
+    pieces: int
+
+    def programs(self, threads: int) -> int:
+        """Return how many programs of so many threads ask for all pieces."""
+        return -(-2 * self.pieces // threads)
+
+
+NOTHING = Ahead(0, 0, 0)
 
 
 class WeightsAhead:
@@ -28,18 +47,12 @@ class WeightsAhead:
         problem: why no weights are fetched any more; empty if they are.
     """
 
-    def __init__(self, device: torch.device, fetch: Fetch | None = None) -> None:
-        """Args:
-        device: of the weights.
-        fetch: asks for weights; None: by a Triton kernel.
-        """
+    def __init__(self) -> None:
         self.problem = ""
-        self._fetch = fetch or self._launch
-        self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._products: list[tuple[Tensor, ...]] = []
         self._waits: set[int] = set()  # products before which something else runs
-        self._recorded = self._forked = False
-        self._at = self._done = self._forked_at = 0
+        self._recorded = False
+        self._at = self._done = 0
 
     @property
     def fetches(self) -> bool:
@@ -56,9 +69,6 @@ class WeightsAhead:
         finally:
             _current.reset(mark)
             self._recorded = True
-            if self._side is not None and self._forked:  # a graph ends when all of its streams have joined
-                torch.cuda.current_stream(self._side.device).wait_stream(self._side)
-            self._forked = False
 
     def take_product(self, weights: tuple[Tensor, ...]) -> None:
         """Take note of a product with these weights."""
@@ -66,33 +76,22 @@ class WeightsAhead:
             self._products.append(weights)
         self._at += 1
 
-    def fetch(self) -> None:
-        """Ask for the weights of the products that come next, once before each."""
+    def next(self) -> Ahead:
+        """Return the first weights of the product that comes next, once before each."""
         if not self._recorded:
             self._waits.add(self._at)
         elif not self.problem and self._done <= self._at < len(self._products):
-            self._done, left = self._at + 1, AHEAD_BYTES
-            for weights in self._products[self._at :]:
-                each = min(left // len(weights), weights[0].nbytes)
-                if not each:
-                    break
-                try:
-                    self._fetch(weights, each)
-                except Exception as problem:  # of Triton's compiler; other ranks go on
-                    self.problem = (str(problem) or type(problem).__name__).strip().split("\n")[0]
-                    break
-                left -= each * len(weights)
+            self._done = self._at + 1
+            return _first_bytes(self._products[self._at])
+        return NOTHING
 
-    def _launch(self, weights: Sequence[Tensor], count: int) -> None:
-        from meshfold.kernels.weights_ahead_triton import launch_fetch  # which needs Triton
 
-        if self._side is None:
-            return
-        if not self._forked or self._at != self._forked_at:
-            self._side.wait_stream(torch.cuda.current_stream(self._side.device))
-            self._forked, self._forked_at = True, self._at
-        with torch.cuda.stream(self._side):
-            launch_fetch(weights, count)
+def _first_bytes(weights: tuple[Tensor, ...]) -> Ahead:
+    """Return the first bytes of one weight, or of two of equal shape; none if they do not begin at a multiple of 16 bytes."""
+    pieces = min(AHEAD_BYTES, len(weights) * weights[0].nbytes) // (2 * PIECE)
+    first = weights[0].data_ptr()
+    second = weights[1].data_ptr() if len(weights) > 1 else first + pieces * PIECE
+    return NOTHING if first % 16 or second % 16 or not pieces else Ahead(first, second, pieces)
 
 
 _current: ContextVar[WeightsAhead | None] = ContextVar("weights_ahead", default=None)
@@ -105,11 +104,18 @@ def take_product(*weights: Tensor) -> None:
         ahead.take_product(weights)
 
 
-def fetch_ahead() -> None:
-    """Fetch the weights of the next products, where :meth:`WeightsAhead.token` is entered.
+def launch_ahead(launch: Callable[[Ahead], None]) -> None:
+    """Launch a kernel that reads little; where :meth:`WeightsAhead.token` is entered, it asks for the weights that come next.
 
-    Call it before a kernel that reads little.
+    Args:
+        launch: runs the kernel, and tells it what to ask for. One that fails runs again without, since other ranks go on.
     """
-    ahead = _current.get()
-    if ahead is not None:
-        ahead.fetch()
+    token = _current.get()
+    ahead = NOTHING if token is None else token.next()
+    try:
+        launch(ahead)
+    except Exception as problem:  # of Triton's compiler
+        if token is None or not ahead.pieces:
+            raise
+        token.problem = (str(problem) or type(problem).__name__).strip().split("\n")[0]
+        launch(NOTHING)

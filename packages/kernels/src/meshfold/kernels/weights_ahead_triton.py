@@ -1,42 +1,30 @@
-"""The fetch of weights into the GPU's cache in Triton: each thread asks for one piece, and no result is awaited."""
+"""Spare programs of a kernel fetch weights into the GPU's cache; in Triton. Each thread asks for a piece, and awaits nothing."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import Any
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from meshfold.kernels._triton import cdiv, launch
+from meshfold.kernels.weights_ahead import PIECE, Ahead
 
-_PIECE = 4096
-_THREADS = 32
+_BYTES = tl.constexpr(PIECE)
 # Hopper's instruction for whole pieces; the older one asks for a line of the cache.
 _ASK = tl.constexpr(
-    f"{{ .reg .b32 size; mov.b32 size, {_PIECE}; cp.async.bulk.prefetch.L2.global [$1], size; mov.b32 $0, size; }}"
+    f"{{ .reg .b32 size; mov.b32 size, {PIECE}; cp.async.bulk.prefetch.L2.global [$1], size; mov.b32 $0, size; }}"
 )
 
 
 @triton.jit
-def _fetch(first, second, pieces, PIECE: tl.constexpr, THREADS: tl.constexpr):
-    piece = tl.minimum(tl.program_id(0) * THREADS + tl.arange(0, THREADS), pieces - 1)
-    start = first.to(tl.int64)
-    if tl.program_id(1) == 1:
-        start = second.to(tl.int64)
-    address = start + piece.to(tl.int64) * PIECE
+def ask(first, second, pieces, number, THREADS: tl.constexpr):
+    """Ask for pieces of two runs of bytes, THREADS of them, the ``number``-th so many."""
+    piece = tl.minimum(number * THREADS + tl.arange(0, THREADS), 2 * pieces - 1)
+    behind = piece >= pieces
+    address = tl.where(behind, second, first).to(tl.int64) + (piece - tl.where(behind, pieces, 0)).to(tl.int64) * _BYTES
     tl.inline_asm_elementwise(_ASK, "=r,l", [address], dtype=tl.int32, is_pure=False, pack=1)
 
 
-def launch_fetch(weights: Sequence[Tensor], count: int) -> None:
-    """Ask for the first bytes of one or two weights of equal shape.
-
-    Args:
-        weights: which; those that do not begin at a multiple of 16 bytes are left out.
-        count: bytes of each.
-    """
-    given = [each for each in weights if each.data_ptr() % 16 == 0]
-    pieces = count // _PIECE
-    if given and pieces:
-        grid = (cdiv(pieces, _THREADS), len(given))
-        launch(_fetch, grid, given[0], given[0], given[-1], pieces, PIECE=_PIECE, THREADS=_THREADS, num_warps=1)
+def asking(ahead: Ahead, warps: int) -> dict[str, Any]:
+    """Return the settings of a kernel that has programs to :func:`ask`: their threads, and whether there are any."""
+    return dict(AHEAD=ahead.pieces > 0, THREADS=32 * warps)

@@ -52,14 +52,14 @@ class Attention(nn.Module):
     """``m h -> m h``: each sequence attends to its own past, less what a mask hides.
 
     ``n_heads`` and ``n_kv_heads`` are the heads of this module's own projection; code that shards it sets them to the local
-    numbers. During generation ``kv_cache`` has the keys and values of earlier tokens, or ``attend`` is called instead of attention:
-    q ``b s heads d``, k and v ``b s kv_heads d`` -> ``b s heads d``.
+    numbers. During generation ``kv_cache`` has the keys and values of earlier tokens, or ``attend`` is called instead of rotary
+    embedding and attention: q ``b s heads d``, k and v ``b s kv_heads d``, and the tables of ``rotary`` or None -> ``b s heads d``.
     """
 
     def __init__(self, config: DecoderConfig, *, bias: bool) -> None:
         super().__init__()
         self.kv_cache: KeyValueCache | None = None
-        self.attend: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
+        self.attend: Callable[[Tensor, Tensor, Tensor, tuple[Tensor, Tensor] | None], Tensor] | None = None
         self.n_heads, self.n_kv_heads, self.head_dim = config.heads, config.n_kv_heads, config.d
         parts = config.qkv_parts
         self.qkv = fused(nn.Linear(config.hidden, sum(parts), bias=bias), parts)
@@ -75,11 +75,11 @@ class Attention(nn.Module):
         heads, kv_heads, d = self.n_heads, self.n_kv_heads, self.head_dim
         qkv = self.qkv(x).view(-1, seq_len, heads + 2 * kv_heads, d)
         q, k, v = qkv.split((heads, kv_heads, kv_heads), dim=2)
+        if self.attend is not None:
+            attended: Tensor = self.out(self.attend(q, k, v, rotary).reshape(-1, heads * d))
+            return attended
         if rotary is not None:
             q, k = apply_rotary(q, k, *rotary)
-        if self.attend is not None:
-            attended: Tensor = self.out(self.attend(q, k, v).reshape(-1, heads * d))
-            return attended
         if isinstance(mask, Segments):
             within: Tensor = self.out(segment_attention(q, k, v, mask).reshape(-1, heads * d))
             return within
