@@ -240,6 +240,16 @@ def test_alignment_is_measured_without_a_gpu(method: str, peer: str, tmp_path: P
     assert "25% saved" in out.with_suffix(".md").read_text()
 
 
+@pytest.mark.usefixtures("warm_commands")
+def test_ppo_is_measured_within_limits_of_memory(tmp_path: Path) -> None:
+    out = tmp_path / "found.json"
+    few = ["--method", "ppo", "--steps", "1", "--warm-up", "1", "--gpu-gib", "1", "--host-gib", "1"]
+    assert main(["bench", "align", "--tiny", *few, "--out", str(out)]) == 0
+    [(name, case)] = json.loads(out.read_text())["cases"].items()
+    [run] = case["runs"]["ours"]
+    assert name.endswith("within 1 + 1 GiB") and run["seconds"] and "train critic" in run["plan"]["phases"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["dpo", "grpo"])
 def test_trl_takes_part_or_says_what_to_install(method: str, tmp_path: Path) -> None:

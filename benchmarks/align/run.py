@@ -1,9 +1,10 @@
-"""A step of DPO or GRPO on one GPU or several: ours with and without shared prompts, beside TRL and its computation by hand.
+"""A step of DPO, GRPO or PPO on one GPU or several: ours with and without shared prompts, beside TRL and its computation by hand.
 
 `meshfold bench align` starts each contestant in a process of its own, in rounds, and warms it up until clocks have settled. It
 writes JSON with the seconds of every step, peak memory, mean power and clock; `--report FILE.json` makes the table from it. All
 begin with the same random weights, keep float32 masters, recompute every layer, clip by the norm and step with AdamW. A step of
-DPO includes the reference's scores, one of GRPO its samples.
+DPO includes the reference's scores, one of GRPO its samples. PPO has no peer: it shows that actor and critic of 6.0 billion
+parameters (`--shape 6B`) and their reference train within --gpu-gib and --host-gib.
 """
 
 from __future__ import annotations
@@ -44,6 +45,16 @@ SHAPES: dict[str, dict[str, Any]] = {
         rope_theta=500_000.0,
         tie_word_embeddings=False,
     ),
+    "6B": dict(
+        model_type="llama",
+        vocab_size=40_960,
+        hidden_size=4096,
+        intermediate_size=11_008,
+        num_hidden_layers=28,
+        num_attention_heads=32,
+        num_key_value_heads=32,
+        tie_word_embeddings=False,
+    ),
     "1.5B": dict(
         model_type="llama",
         vocab_size=151_936,
@@ -66,7 +77,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         tie_word_embeddings=True,
     ),
 }
-"""Shapes by name: Llama 3.1's of 8B, Qwen2.5's of 1.5B without its biases, and one to try the command."""
+"""Shapes by name: Llama 3.1's of 8B, one of 6.0B, Qwen2.5's of 1.5B without its biases, and one to try the command."""
 
 TINY = dict(
     shape="tiny",
@@ -88,7 +99,9 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--method", choices=CONTESTANTS, default="dpo")
     parser.add_argument("--shape", choices=SHAPES, default="1.5B")
     parser.add_argument("--ranks", type=int, default=1, help="GPUs, for ours and TRL")
-    parser.add_argument("--rows", type=int, default=8, help="pairs (dpo) or prompts (grpo) of a step")
+    parser.add_argument("--rows", type=int, default=8, help="pairs (dpo) or prompts (grpo, ppo) of a step")
+    parser.add_argument("--gpu-gib", type=float, default=78.0, help="ppo: limit of the GPU's memory")
+    parser.add_argument("--host-gib", type=float, default=118.0, help="ppo: limit of the host's memory for models")
     parser.add_argument("--group", type=int, default=8, help="grpo: completions of a prompt")
     parser.add_argument("--prompt", type=int, default=512, help="tokens of a prompt")
     parser.add_argument("--completion", type=int, default=512, help="tokens of a completion")
@@ -107,7 +120,8 @@ def main(argv: Sequence[str]) -> int:
     if wrong := [name for name in names if name not in known]:
         parser.error(f"--only {wrong[0]!r}: {options.method} has {', '.join(map(repr, known))}")
     check_out(options.out)
-    kept = ("method", "shape", "ranks", "rows", "group", "prompt", "completion", "micro_steps", "dtype", "regime")
+    kept = ["method", "shape", "ranks", "rows", "group", "prompt", "completion", "micro_steps", "dtype", "regime"]
+    kept += ["gpu_gib", "host_gib"] if options.method == "ppo" else []
     work = {name: getattr(options, name) for name in kept}
     found = result_to_extend(options.out, "align", "transformers", "trl")
     case = found["cases"].setdefault(case_name(work), dict(work=work, runs={}))
@@ -123,9 +137,11 @@ def main(argv: Sequence[str]) -> int:
 
 def case_name(work: dict[str, Any]) -> str:
     """Return a work in words."""
-    of = f"{work['rows']} pairs" if work["method"] == "dpo" else f"{work['rows']} prompts × {work['group']} completions"
+    prompts = f"{work['rows']} prompts" + (f" × {work['group']} completions" if work["method"] == "grpo" else "")
+    of = f"{work['rows']} pairs" if work["method"] == "dpo" else prompts
     parts = "" if work["micro_steps"] == 1 else f" in {work['micro_steps']} parts"
     ranks = f", {work['ranks']} GPUs" if work["ranks"] > 1 else ""
+    ranks += f", within {work['gpu_gib']:g} + {work['host_gib']:g} GiB" if "gpu_gib" in work else ""
     regime = "" if work["regime"] == "A" else f", regime {work['regime']}"
     return (
         f"{work['method'].upper()} of {work['shape']}, {of}{parts}, {work['prompt']} + {work['completion']} tokens, "
@@ -140,7 +156,7 @@ def report(path: Path) -> None:
     lines = [f"Measured on: {words}."]
     for name, case in found["cases"].items():
         work = case["work"]
-        completions = work["rows"] * (2 if work["method"] == "dpo" else work["group"])
+        completions = work["rows"] * dict(dpo=2, grpo=work["group"], ppo=1)[work["method"]]
         tokens = completions * (work["prompt"] + work["completion"])
         seconds = {each: _seconds(runs) for each, runs in case["runs"].items()}
         peers = [value for each, value in seconds.items() if value is not None and not each.startswith("ours")]

@@ -1,4 +1,4 @@
-"""One contestant makes steps of DPO or GRPO for a while, in processes of its own; rank 0 writes JSON."""
+"""One contestant makes steps of DPO, GRPO or PPO for a while, in processes of its own; rank 0 writes JSON."""
 
 from __future__ import annotations
 
@@ -123,6 +123,42 @@ def our_grpo(job: dict[str, Any], *, shared: object) -> Step:
     return stepped(trainer)
 
 
+def our_ppo(job: dict[str, Any]) -> Step:
+    """Return a step of our PPO with actor, critic and reference of one size, under limits of memory: GPU and host in GiB."""
+    from meshfold.align import PPO, Prompt, scorer
+    from meshfold.inference import Sampling
+    from meshfold.models import Llama, LlamaConfig
+
+    sizes = job["model"]
+    config = LlamaConfig(
+        vocab_size=sizes["vocab_size"],
+        hidden=sizes["hidden_size"],
+        layers=sizes["num_hidden_layers"],
+        heads=sizes["num_attention_heads"],
+        kv_heads=sizes["num_key_value_heads"],
+        ffn=sizes["intermediate_size"],
+        max_positions=job["prompt"] + job["completion"] + 1,
+        tie=False,
+    )
+    settings = settings_of(job)
+    settings["parallel"]["zero"] = dict(stage=3, regime=job["regime"])
+    trainer = PPO(
+        lambda: Llama(config),
+        scorer(lambda: Llama(config)),
+        [Prompt(ids=tuple(ids), given="") for ids in random_ids(job, job["rows"], job["prompt"], 0)],
+        [_even],
+        _Words(sizes["vocab_size"] - 1),
+        batch_size=job["rows"],
+        epochs=1,
+        sampling=Sampling(max_new_tokens=job["completion"]),
+        memory=dict(gpu=job["gpu_gib"] * 2**30, host=job["host_gib"] * 2**30),
+        **settings,
+    )
+    print(trainer.phases, flush=True)
+    job["said"] = lambda: dict(phases=str(trainer.phases))
+    return stepped(trainer)
+
+
 def stepped(trainer: Any) -> Step:
     """Return a function that makes the next step of a trainer."""
     number, device = 0, next(iter(trainer.engines.values())).device
@@ -156,6 +192,7 @@ CONTESTANTS: dict[str, dict[str, Callable[[dict[str, Any]], Step]]] = {
             job, model_of, random_ids, use_transformers_continuous_batching=True
         ),
     },
+    "ppo": {"ours": our_ppo},
 }
 
 
