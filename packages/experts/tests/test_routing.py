@@ -10,6 +10,7 @@ import torch
 import torch.utils.checkpoint
 from expert_models import EXPERTS, HIDDEN, TOP_K, close, model_of
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshfold.experts import (
     MixtureOfExperts,
@@ -28,7 +29,7 @@ from meshfold.experts import (
 )
 from meshfold.experts.counting import rank_places
 from meshfold.experts.router_logits import router_logits
-from meshfold.kernels import expert_places
+from meshfold.kernels import expert_places, take_rows
 from meshfold.mesh import Mesh, SpecError, record
 from meshfold.mesh.testing import ranks
 
@@ -298,7 +299,7 @@ def test_logits_in_bfloat16_are_those_of_float32_and_so_are_their_gradients() ->
     generator = torch.Generator().manual_seed(0)
     x, weight = (torch.randn(n, 64, generator=generator).bfloat16().requires_grad_() for n in (33, 8))
     towards = torch.randn(33, 8, generator=generator)
-    logits = router_logits(x, weight)
+    _, logits = router_logits(x, weight)
     assert logits.dtype is torch.float32 and logits.grad_fn is not None and "_Logits" in logits.grad_fn.name()
     exact = [leaf.detach().double().requires_grad_() for leaf in (x, weight)]
     wanted = exact[0] @ exact[1].t()
@@ -307,7 +308,40 @@ def test_logits_in_bfloat16_are_those_of_float32_and_so_are_their_gradients() ->
     for got, leaf in zip(gradients, torch.autograd.grad(wanted, exact, towards.double()), strict=True):
         off = (got.double() - leaf).abs().max() / leaf.abs().max()
         assert got.dtype is torch.bfloat16 and off < 2**-8
-    torch.testing.assert_close(router_logits(x.float(), weight), logits, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(router_logits(x.float(), weight)[1], logits, rtol=1e-5, atol=1e-5)
+
+
+def test_gradients_of_logits_and_experts_are_added_in_a_product() -> None:
+    """Tokens that come back from the router have both gradients, with no pass that adds them."""
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(n, 64, generator=generator).bfloat16().requires_grad_() for n in (33, 8))
+    to_tokens, to_logits = torch.randn(33, 64, generator=generator).bfloat16(), torch.randn(33, 8, generator=generator)
+    places = torch.arange(33)
+
+    def gradients(experts_read_tokens: bool) -> tuple[tuple[Tensor, ...], list[str]]:
+        tokens, logits = router_logits(x, weight)
+        rows = take_rows(tokens if experts_read_tokens else x, places, places.unsqueeze(1))
+        with Operators() as seen:
+            return torch.autograd.grad([rows, logits], (x, weight), [to_tokens, to_logits]), seen.names
+
+    (got, dweight), names = gradients(True)
+    (apart, same), others = gradients(False)
+    exact = to_tokens.double() + to_logits.double() @ weight.double()
+    assert (got.double() - exact).abs().max() <= (apart.double() - exact).abs().max() + 1e-6
+    assert torch.equal(dweight, same)
+    assert "add" in others and "add" not in names and "addmm_" in names
+
+
+class Operators(TorchDispatchMode):
+    """Records the names of operators."""
+
+    def __enter__(self) -> Operators:
+        self.names: list[str] = []
+        return super().__enter__()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.overloadpacket.__name__)
+        return func(*args, **kwargs or {})
 
 
 def test_rows_are_counted_in_runs_of_tokens_too() -> None:

@@ -129,6 +129,7 @@ class MixtureOfExperts(nn.Module):
         """Return the weighted sum of each token's experts, plus the shared expert."""
         tokens = x.reshape(-1, x.shape[-1])
         routing = self.router(tokens)
+        tokens = tokens if routing.tokens is None else routing.tokens
         shared = self.shared
         if shared is None:
             y: Tensor = self.experts(tokens, routing.index, routing.weights)

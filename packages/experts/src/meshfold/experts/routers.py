@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -47,9 +48,10 @@ class Router(nn.Module):
     def forward(self, x: Tensor) -> Routing:
         """Route n tokens ``[n, h]``, outside of compiled graphs. Products of 16-bit operands are computed in float32."""
         with nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False):
-            routing = self.choose(router_logits(x, self.weight))
+            tokens, logits = router_logits(x, self.weight)
+            routing = self.choose(logits)
         self.keep(routing)
-        return routing
+        return replace(routing, tokens=tokens)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what copies and files have: no sums, which belong to a forward."""

@@ -23,12 +23,14 @@ class Routing:
         weights: [n, k]: what their outputs are multiplied by.
         probabilities: [n, e]: sum to 1 over the experts; for the balance loss.
         logits: [n, e].
+        tokens: [n, h], for experts to read instead of the router's input: the same values, cheaper in backward. None: the input.
     """
 
     index: Tensor
     weights: Tensor
     probabilities: Tensor
     logits: Tensor
+    tokens: Tensor | None = None
 
 
 def softmax_top_k(logits: Tensor, k: int, *, normalize: bool = True, after: bool = False) -> Routing:

@@ -1,8 +1,8 @@
 """Products of long runs of rows with the matrices of their experts, in Triton for Hopper GPUs.
 
 A program computes tiles of the result in the order of experts, so that matrices are read from the L2 cache. There are as many
-programs as multiprocessors. The tensor memory accelerator copies operands. A run's last tile also has rows of the next expert; the
-results of those are not stored.
+programs as multiprocessors. The tensor memory accelerator copies operands and results. A run's last tile also has rows of the next
+expert; the results of those are not stored.
 """
 
 from __future__ import annotations
@@ -56,6 +56,7 @@ def _rows_times(
     rows,
     matrices,
     y,
+    whole,
     tiles,
     room,
     COLUMNS: tl.constexpr,
@@ -66,7 +67,10 @@ def _rows_times(
     WIDE: tl.constexpr,
     DEEP: tl.constexpr,
 ):
-    """Multiply runs of rows by matrices: ``[m, INNER], [e, INNER, COLUMNS] -> [m, COLUMNS]``; TURNED: ``[e, COLUMNS, INNER]``."""
+    """Multiply runs of rows by matrices: ``[m, INNER], [e, INNER, COLUMNS] -> [m, COLUMNS]``; TURNED: ``[e, COLUMNS, INNER]``.
+
+    ``whole`` is y too, for tiles of HIGH rows.
+    """
     ACROSS: tl.constexpr = (COLUMNS + WIDE - 1) // WIDE
     # One loop over tiles and steps, so that the first operands of a tile are read during the last steps of the one before it.
     for work in tl.range(tl.program_id(0), tl.load(tiles + 3 * room) * ACROSS, PROGRAMS, flatten=True):
@@ -83,10 +87,16 @@ def _rows_times(
             else:
                 right = matrices.load([expert * INNER + step * DEEP, column])
             total = tl.dot(left, right, total)
-        up = tl.arange(0, HIGH)
-        across = column + tl.arange(0, WIDE)
-        at = y + (row + up).to(tl.int64)[:, None] * COLUMNS + across[None, :]
-        tl.store(at, total.to(y.dtype.element_ty), mask=(up < high)[:, None] & (across < COLUMNS)[None, :])
+        if high == HIGH:
+            # In two parts, which need half of the shared memory; it has no room for more than three steps beside them.
+            left_part, right_part = tl.split(tl.permute(tl.reshape(total, (HIGH, 2, WIDE // 2)), (0, 2, 1)))
+            whole.store([row, column], left_part.to(y.dtype.element_ty))
+            whole.store([row, column + WIDE // 2], right_part.to(y.dtype.element_ty))
+        else:
+            up = tl.arange(0, HIGH)
+            across = column + tl.arange(0, WIDE)
+            at = y + (row + up).to(tl.int64)[:, None] * COLUMNS + across[None, :]
+            tl.store(at, total.to(y.dtype.element_ty), mask=(up < high)[:, None] & (across < COLUMNS)[None, :])
 
 
 def product(left: Tensor, right: Tensor, ends: Tensor, counts: Sequence[int] | None) -> Tensor:
@@ -143,6 +153,7 @@ def _times(rows: Tensor, matrices: Tensor, ends: Tensor, turned: bool) -> Tensor
         TensorDescriptor.from_tensor(rows, [_HIGH, _DEEP]),
         TensorDescriptor.from_tensor(matrices.flatten(0, 1), [_WIDE, _DEEP] if turned else [_DEEP, _WIDE]),
         y,
+        TensorDescriptor.from_tensor(y, [_HIGH, _WIDE // 2]),
         tiles,
         room,
         COLUMNS=columns,
@@ -153,6 +164,6 @@ def _times(rows: Tensor, matrices: Tensor, ends: Tensor, turned: bool) -> Tensor
         WIDE=_WIDE,
         DEEP=_DEEP,
         num_warps=8,
-        num_stages=4,
+        num_stages=3,
     )
     return y
