@@ -395,6 +395,11 @@ def test_describe_is_a_table() -> None:
     )
 
 
+def test_small_memory_limits_are_described_in_their_own_unit() -> None:
+    spec = ParallelSpec.parse(dict(zero=dict(gpu_memory_limit="1KiB", host_memory_limit="1.5MiB")))
+    assert "GPU at most 1 KiB, host at most 1.50 MiB" in spec.describe()
+
+
 # Experts
 
 

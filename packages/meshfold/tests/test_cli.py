@@ -118,6 +118,7 @@ def _not_installed(name: str) -> str:
         ([*TRAIN, "--config", "c.yaml"], "unrecognized arguments: --config c.yaml. See meshfold train --help"),
         (["demo", "--out", "t/0.txt"], "--out 't/0.txt' is a file; give a folder"),
         ([*TRAIN, "--lr", "fast"], "argument --lr: 'fast' is not a number from 0 up"),
+        ([*TRAIN, "--lr", "0"], "argument --lr: '0' changes no weight; give a number above 0, such as 3e-4"),
         ([*TRAIN, "--precision", "fp8"], "argument --precision: invalid choice: 'fp8'"),
         ([*TRAIN, "--schedule", "cosin"], "(choose from 'cosine', 'linear', 'constant'). Did you mean 'cosine'?"),
         ([*TRAIN, "--device", "gpu"], "It is called 'cuda' here."),

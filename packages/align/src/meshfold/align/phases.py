@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from meshfold.mesh.spec import format_bytes
 from meshfold.zero_gemini import MemoryPlanError
 
 GIB = 2**30
@@ -185,8 +186,8 @@ def plan_phases(
         if use.fixed > gpu or (host is not None and on_host > host * (1 + 1e-9)):
             short = max(use.fixed - gpu, 0.0) if host is None else max(use.fixed - gpu, on_host - host)
             raise MemoryPlanError(
-                f"phase {use.name!r} needs {on_gpu / GIB:.1f} GiB of the GPU and {on_host / GIB:.1f} GiB of the host, with "
-                f"{gpu / GIB:.1f} and {'no limit' if host is None else f'{host / GIB:.1f}'} to use: {short / GIB:.1f} GiB are "
+                f"phase {use.name!r} needs {format_bytes(on_gpu)} of the GPU and {format_bytes(on_host)} of the host, with "
+                f"{format_bytes(gpu)} and {'no limit' if host is None else format_bytes(host)} to use: {format_bytes(short)} are "
                 "missing. Use regime 'B' or 'C' in zero, more ranks, adapters (whose base is the reference), or fewer tokens a part"
             )
         found.append(

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from meshfold.checkpoint import CheckpointError
-from meshfold.checkpoint.files import parse_json_object, write_atomically
+from meshfold.checkpoint.files import name_in_errors, parse_json_object, write_atomically
 from meshfold.engine import Engine
 from meshfold.mesh import SpecError, barrier
 
@@ -91,7 +91,8 @@ def fit(
         found.append(metrics)
         if rank == 0:
             if out is not None:
-                with (Path(out) / _METRICS).open("a", encoding="utf-8") as file:
+                path = Path(out) / _METRICS
+                with name_in_errors(path), path.open("a", encoding="utf-8") as file:
                     file.write(json.dumps(dict(step=number + 1, **metrics)) + "\n")
             if show is not None:
                 show(number + 1, metrics)
@@ -156,4 +157,4 @@ def _keep_metrics(file: Path, steps: int) -> None:
     """Cut the metrics to those of the steps that are kept."""
     lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() and steps else []
     kept = [line for line in lines if parse_json_object(line.encode())["step"] <= steps]
-    file.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+    write_atomically(file, lambda path: path.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8"))

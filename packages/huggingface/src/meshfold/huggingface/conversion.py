@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,7 @@ import torch
 from torch import Tensor
 
 from meshfold.checkpoint import CheckpointError
-from meshfold.checkpoint.folder import STATE_FILE, begin_checkpoint, commit_checkpoint, latest, resolve_folder
-from meshfold.checkpoint.state import FORMAT_WHOLE
+from meshfold.checkpoint.folder import STATE_FILE, latest, new_checkpoint, resolve_folder
 from meshfold.checkpoint.tensors import (
     StoredTensor,
     TensorWriter,
@@ -240,14 +238,14 @@ def _write_checkpoint(
     if final.exists() and (not final.is_dir() or any(final.iterdir())):
         raise CheckpointError(f"{target} already exists: remove it, or choose another folder")
     announced = {name: one for step in steps for name, one in step.results.items()}
-    with ExitStack() as mine:
-        writing = begin_checkpoint(final, mine, [MODEL_FILE], doing="converting into it")
-        with TensorWriter(writing / MODEL_FILE, announced, order=[*announced]) as writer:
-            for step in steps:
-                made = step.make([_value(given[name]) for name in step.sources])
-                for name, value in zip(step.results, made, strict=True):
-                    writer.write(name, value.to(announced[name].dtype))
-        commit_checkpoint(writing, final, {"format": FORMAT_WHOLE, **_state(state), "model": described}, {})
+    with (
+        new_checkpoint(final, {**_state(state), "model": described}, doing="converting into it") as folder,
+        TensorWriter(folder / MODEL_FILE, announced, order=[*announced]) as writer,
+    ):
+        for step in steps:
+            made = step.make([_value(given[name]) for name in step.sources])
+            for name, value in zip(step.results, made, strict=True):
+                writer.write(name, value.to(announced[name].dtype))
     size = sum(one.bytes for one in announced.values())
     return Converted(tensors=len(announced), bytes=size, files=1, kind="checkpoint")
 

@@ -26,6 +26,7 @@ from meshfold.cli.arguments import (
     Failure,
     add_model,
     add_parallel,
+    learning_rate,
     natural,
     positive,
     rate,
@@ -122,7 +123,7 @@ def _add_steps(steps: argparse._ArgumentGroup) -> None:
         "--micro-steps", type=positive, default=1, metavar="N", help="micro-steps per batch: more need less memory (1)"
     )
     steps.add_argument("--optimizer", choices=OPTIMIZER_NAMES, default="adamw", help="(adamw)")
-    steps.add_argument("--lr", type=rate, default=1e-5, help="highest learning rate (1e-5)")
+    steps.add_argument("--lr", type=learning_rate, default=1e-5, help="highest learning rate (1e-5)")
     steps.add_argument(
         "--warmup", type=natural, default=0, metavar="N", help="optimizer steps until --lr is reached (0)"
     )

@@ -38,13 +38,23 @@ def sentence_of(error: Exception) -> Failure | None:
     errors = sys.modules.get("meshfold.mesh.errors")  # do not import torch for this
     if errors is not None and isinstance(error, errors.MeshfoldError):
         return Failure(str(error), 1)
-    if isinstance(error, OSError) and error.strerror and error.filename:
-        return Failure(f"{error.filename}: {error.strerror}", 1)
+    if isinstance(error, OSError) and error.strerror and (error.filename or _advice_on(error)):
+        return Failure(reason_of(error), 1)
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(error, torch.OutOfMemoryError):
         advice = "use a smaller --batch-size or --seq-len, --accumulate more, or split the model over more ranks"
         return Failure(f"the GPU's memory is full: {advice}", 1)
     return None
+
+
+def reason_of(error: OSError) -> str:
+    """Return an error of the system as ``file: reason; advice``, each where it is known."""
+    return ": ".join(str(part) for part in (error.filename, error.strerror, _advice_on(error)) if part)
+
+
+def _advice_on(error: OSError) -> str | None:
+    files = sys.modules.get("meshfold.checkpoint.errors")  # do not import torch for this
+    return None if files is None else files.advice_on(error)
 
 
 def add_model(parser: argparse._ActionsContainer) -> None:
@@ -175,6 +185,13 @@ def rate(text: str) -> float:
         number = -1.0
     if not 0 <= number < float("inf"):
         raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 up, such as 0.1 or 3e-4")
+    return number
+
+
+def learning_rate(text: str) -> float:
+    """Parse a number above 0: with a learning rate of 0 no weight would change."""
+    if not (number := rate(text)):
+        raise argparse.ArgumentTypeError(f"{text!r} changes no weight; give a number above 0, such as 3e-4")
     return number
 
 

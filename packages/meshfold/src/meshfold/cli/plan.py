@@ -34,6 +34,7 @@ from meshfold.cli.arguments import (
     read_model,
     read_parallel,
     read_rules,
+    reason_of,
 )
 from meshfold.cli.machine_options import add_machine_options, chosen_machine
 from meshfold.cli.plan_folding import add_folding, is_folding, plan_folding_model
@@ -310,4 +311,4 @@ def _write_pictures(found: Estimate, timeline: str | None, trace: str | None) ->
             if trace is not None:
                 Path(trace).write_text(json.dumps(chrome_trace(found.plan)))
     except OSError as error:
-        raise Failure(f"{error.filename}: {error.strerror}") from error
+        raise Failure(reason_of(error)) from error

@@ -8,7 +8,7 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
-from meshfold.cli.arguments import Failure, check_file, positive
+from meshfold.cli.arguments import Failure, check_file, positive, reason_of
 from meshfold.cli.machine_options import chosen_machine
 
 if TYPE_CHECKING:
@@ -124,7 +124,7 @@ def plan_folding_model(arguments: argparse.Namespace) -> int:
         try:
             draw_folding(found, arguments.plot)
         except OSError as error:
-            raise Failure(f"{error.filename}: {error.strerror}") from error
+            raise Failure(reason_of(error)) from error
     longest = longest_that_fits(found)
     if arguments.json:
         print(json.dumps(folding_numbers(found), indent=1))

@@ -26,6 +26,7 @@ from meshfold.cli.arguments import (
     read_model,
     read_parallel,
     read_rules,
+    reason_of,
 )
 from meshfold.cli.machine_options import add_machine_options, chosen_machine
 from meshfold.cli.train_arguments import FP8_NAMES, OPTIMIZER_NAMES
@@ -118,7 +119,7 @@ def _suggest(arguments: argparse.Namespace) -> int:
         try:
             draw_suggestion(found, arguments.plot)
         except OSError as error:
-            raise Failure(f"{error.filename}: {error.strerror}") from error
+            raise Failure(reason_of(error)) from error
     other = None if asked is None else explained(asked, model.build, found, **settings)
     if arguments.json:
         numbers = {"model": model.name, **suggestion_numbers(found)}

@@ -9,6 +9,7 @@ from meshfold.cli.arguments import (
     Failure,
     add_model,
     add_parallel,
+    learning_rate,
     natural,
     positive,
     rate,
@@ -120,7 +121,7 @@ def _add_steps(steps: argparse._ArgumentGroup) -> None:
     steps.add_argument("--seq-len", type=several, metavar="N", help="tokens of a sequence (128)")
     steps.add_argument("--accumulate", type=positive, metavar="N", help="micro-steps of a step (1)")
     steps.add_argument("--optimizer", choices=OPTIMIZER_NAMES, help="(adamw)")
-    steps.add_argument("--lr", type=rate, help="highest learning rate (3e-4)")
+    steps.add_argument("--lr", type=learning_rate, help="highest learning rate (3e-4)")
     steps.add_argument("--warmup", type=natural, metavar="N", help="steps on the way up to it (0)")
     steps.add_argument("--schedule", choices=("cosine", "linear", "constant"), help="(cosine)")
     steps.add_argument("--weight-decay", type=rate, metavar="X", help="of matrices (0.1)")

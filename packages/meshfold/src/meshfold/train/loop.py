@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from meshfold.checkpoint.files import write_atomically
 from meshfold.data.corpus import Corpus, largest_id, open_corpus
 from meshfold.data.rows import Batches
 from meshfold.data.tokenizers import Tokenizer, load_tokenizer, tokenizer_of_model
@@ -215,7 +216,7 @@ def _write_sample(engine: Engine, settings: TrainSettings, inputs: Inputs, progr
     if settings.prompt is not None and inputs.tokenizer is not None:
         text = sample(engine, inputs.tokenizer, settings)
         if engine.mesh.rank == 0:
-            (Path(settings.out) / "sample.txt").write_text(text, encoding="utf-8")
+            write_atomically(Path(settings.out) / "sample.txt", lambda path: path.write_text(text, encoding="utf-8"))
         progress.say(f"\na sample of what it writes after {settings.prompt!r}:\n\n{text}\n")
 
 

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from meshfold.checkpoint.files import write_atomically
+from meshfold.checkpoint.files import name_in_errors, write_atomically
 from meshfold.mesh import SpecError, did_you_mean
 from meshfold.planner import PEAK_TFLOPS
 
@@ -40,7 +40,7 @@ class MetricsFile:
         """Add a row."""
         self.rows.append(row)
         if self._write:
-            with self._path.open("a", encoding="utf-8") as file:
+            with name_in_errors(self._path), self._path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")
         for tracker in self.trackers:
             tracker.add(row["step"], {name: value for name, value in row.items() if name != "step"})

@@ -9,17 +9,19 @@ import re
 import secrets
 import zipfile
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from meshfold.checkpoint.errors import CheckpointError
+from meshfold.checkpoint.errors import CheckpointError, FileWriteError, advice_on
 from meshfold.mesh import SpecError
 
 __all__ = [
     "fsync_path",
+    "name_in_errors",
     "parse_json",
     "parse_json_object",
     "read_json_lines",
@@ -147,15 +149,37 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
     Args:
         path: of the file, in an existing folder. The old file stays until the new one is on disk.
         write: writes the file to the path that it gets.
+
+    Raises:
+        FileWriteError: if it cannot be written.
     """
     part = path.with_name(f".{secrets.token_hex(4)}.{path.name}")
     try:
-        write(part)
-        fsync_path(part)
-        part.replace(path)
-        fsync_path(path.parent)
+        with name_in_errors(path):
+            write(part)
+            fsync_path(part)
+            part.replace(path)
+            fsync_path(path.parent)
     finally:
         part.unlink(missing_ok=True)
+
+
+@contextmanager
+def name_in_errors(path: Path) -> Iterator[None]:
+    """Context manager: an error of the system while a file is written becomes one that names the file and says what to do.
+
+    Raises:
+        FileWriteError: in place of an OSError, which often names no file: those of a full disk.
+    """
+    try:
+        yield
+    except FileWriteError:
+        raise
+    except OSError as error:
+        # numpy's has a text and no reason: "354382 requested and 448 written"
+        reason = error.strerror or f"it was not written whole ({error})"
+        advice = advice_on(error) or "look whether that disk is full and whether this user may write there"
+        raise FileWriteError(f"cannot write {path}: {reason}: {advice}") from error
 
 
 def write_text_synced(path: Path, text: str) -> None:

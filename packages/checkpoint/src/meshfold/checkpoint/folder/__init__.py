@@ -14,6 +14,7 @@ from meshfold.checkpoint.file_names import (
     writing_path,
 )
 from meshfold.checkpoint.folder.lock import hold_lock, is_locked
+from meshfold.checkpoint.folder.reading import OpenedCheckpoint, open_checkpoint
 from meshfold.checkpoint.folder.replacement import current_path, saved_folder
 from meshfold.checkpoint.folder.steps import (
     all_checkpoints,
@@ -31,6 +32,7 @@ from meshfold.checkpoint.folder.writing import (
     commit_checkpoint,
     error_of,
     make_durable_folder,
+    new_checkpoint,
     resolve_folder,
     with_advice,
 )
@@ -41,6 +43,7 @@ __all__ = [
     "SAVING_FOLDER",
     "SCHEDULER_FILE",
     "STATE_FILE",
+    "OpenedCheckpoint",
     "all_checkpoints",
     "begin_checkpoint",
     "commit_checkpoint",
@@ -53,6 +56,8 @@ __all__ = [
     "latest",
     "lock_path",
     "make_durable_folder",
+    "new_checkpoint",
+    "open_checkpoint",
     "prune",
     "remove_checkpoint",
     "remove_leftovers",

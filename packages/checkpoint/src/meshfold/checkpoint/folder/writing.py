@@ -8,20 +8,22 @@ there is a complete checkpoint at any time: the old one, then the new one.
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from meshfold.checkpoint.errors import InUseError
+from meshfold.checkpoint.errors import CheckpointError, InUseError, advice_on
 from meshfold.checkpoint.file_names import (
     LOCK_FILE,
     STATE_FILE,
     lock_path,
+    may_be_listed,
     remove_unfinished,
     set_aside_path,
     writing_path,
@@ -35,16 +37,14 @@ from meshfold.checkpoint.folder.replacement import (
     is_part_of_a_save,
     replace_checkpoint,
 )
-from meshfold.checkpoint.state.state_file import CHECKSUMS, FILES, file_checksum, listed_files, with_checksum
-
-_ADVICE = {
-    errno.ENOSPC: "make room on that disk, or save elsewhere",
-    errno.EDQUOT: "the user's quota is used up: remove something, or save elsewhere",
-    errno.EFBIG: "files of that size are not allowed there: raise the limit (ulimit -f), or save elsewhere",
-    errno.EACCES: "let this user write there, or save elsewhere",
-    errno.EPERM: "let this user write there, or save elsewhere",
-    errno.EROFS: "it is mounted for reading only: save elsewhere",
-}
+from meshfold.checkpoint.state.state_file import (
+    CHECKSUMS,
+    FILES,
+    FORMAT_WHOLE,
+    file_checksum,
+    listed_files,
+    with_checksum,
+)
 
 
 def resolve_folder(path: str | os.PathLike[str]) -> Path:
@@ -140,6 +140,13 @@ def _remove(folder: Path, made: os.stat_result) -> None:
             remove_unfinished(folder)
 
 
+def _empty(folder: Path) -> None:
+    """Remove the files of a folder, if it is still there."""
+    with suppress(OSError):
+        for path in [*folder.iterdir()]:
+            path.unlink()
+
+
 def make_durable_folder(folder: Path) -> None:
     """Make a folder with its parents, and sync their entries to disk."""
     if not folder.is_dir():
@@ -158,7 +165,9 @@ def commit_checkpoint(writing: Path, target: Path, state: Mapping[str, Any], sma
         small_files: file name to its content, written by ``torch.save``.
     """
     for name, content in small_files.items():
-        torch.save(content, writing / name)
+        made = io.BytesIO()
+        torch.save(content, made)  # into memory: of a full disk torch raises an error without the reason
+        (writing / name).write_bytes(made.getbuffer())
     paths = sorted(writing.iterdir())
     for path in paths:
         if path.suffix != ".safetensors":  # the writers of safetensors have synced theirs
@@ -193,10 +202,54 @@ def clear_beside(target: Path) -> None:
                 remove_unfinished(writing)
 
 
+@contextmanager
+def new_checkpoint(
+    target: str | os.PathLike[str], state: Mapping[str, Any] | None = None, *, doing: str = "saving into it"
+) -> Iterator[Path]:
+    """Context manager: yield a folder to write a checkpoint's files in, which is put in place at the end, complete.
+
+    ::
+
+        with new_checkpoint(step_folder(run, 100), {"step": 100}) as folder:
+            with TensorWriter(folder / "model.safetensors", announced) as writer:
+                ...
+
+    Until then, and after an error, the folder has the checkpoint that was there before, or none. The body closes its files. Call it
+    on one process.
+
+    Args:
+        target: the checkpoint's folder, which may hold a checkpoint, and nothing else of these names. A link stays one.
+        state: entries of its ``state.json``, as JSON has them.
+        doing: description of this process for others.
+
+    Raises:
+        CheckpointError: if it cannot be written, has no file whose name begins with ``model``, or one of another name than
+            checkpoints have.
+        InUseError: if another process writes there.
+    """
+    final = resolve_folder(target)
+    with ExitStack() as mine:
+        try:
+            writing = begin_checkpoint(final, mine, doing=doing)
+            mine.callback(_empty, writing)  # all in it is this process's, whatever its name
+            yield writing
+            names = [path.name for path in writing.iterdir()]
+            if not any(name.startswith("model") for name in names):
+                raise CheckpointError(f"{final}: no file of a model was written; write one named model.safetensors")
+            if strange := [name for name in names if not may_be_listed(name)]:
+                raise CheckpointError(
+                    f"{final}: {strange[0]!r} is no name of a checkpoint's file: write model.safetensors, optimizer.safetensors, "
+                    "scheduler.pt or extra_state.pt, and put small values into state"
+                )
+            commit_checkpoint(writing, final, {"format": FORMAT_WHOLE, **(state or {})}, {})
+        except OSError as error:
+            raise CheckpointError(f"cannot write the checkpoint {final}: {with_advice(error)}") from error
+
+
 def with_advice(error: Exception | None) -> Exception | None:
     """Return a write error with advice."""
-    if isinstance(error, OSError) and error.errno in _ADVICE:
-        told = type(error)(f"{error}: {_ADVICE[error.errno]}")
+    if isinstance(error, OSError) and (advice := advice_on(error)) is not None:
+        told = type(error)(f"{error}: {advice}")
         told.__cause__ = error
         return told
     return error

@@ -11,7 +11,7 @@ import torch
 from meshfold.engine.precision import Precision
 from meshfold.engine.zero.memory import PROCESS_BYTES
 from meshfold.mesh import Group, SpecError, all_reduce
-from meshfold.mesh.spec import ZeroSpec
+from meshfold.mesh.spec import ZeroSpec, format_bytes
 from meshfold.zero_gemini import MemoryPlanError, ParameterBudget, PlacementRule, Shares
 from meshfold.zero_gemini.machine_rates import (
     UNLIMITED_BYTES,
@@ -228,8 +228,8 @@ def _by_size(spec: ZeroSpec, budget: float, sizes: Sizes, room: float) -> Shares
         if needed > MOST * budget:
             raise MemoryPlanError(
                 f"zero: {sizes.elements:,} parameters in regime {spec.regime!r} take {sizes.all:.3g} bytes each with their "
-                f"gradient, {own * sizes.all / 2**30:,.0f} GiB per rank, but there are {budget / 2**30:,.0f} GiB on the device and "
-                f"{room / 2**30:,.0f} on the host: use regime 'B' or 'C', name a folder with offload_path, or use more ranks"
+                f"gradient, {format_bytes(own * sizes.all)} per rank, but there are {format_bytes(budget)} on the device and "
+                f"{format_bytes(room)} on the host: use regime 'B' or 'C', name a folder with offload_path, or use more ranks"
             )
     if free >= 0 and over <= 0:
         return Shares(host_optimizer=optimizer, disk_optimizer=disk)

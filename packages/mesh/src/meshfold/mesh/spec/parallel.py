@@ -20,7 +20,7 @@ from meshfold.mesh.spec.sequence import KEYS as SEQUENCE_KEYS
 from meshfold.mesh.spec.sequence import SequenceSpec
 from meshfold.mesh.spec.tensor import KEYS as TENSOR_KEYS
 from meshfold.mesh.spec.tensor import TensorSpec
-from meshfold.mesh.spec.text import format_table
+from meshfold.mesh.spec.text import format_bytes, format_table
 from meshfold.mesh.spec.zero import KEYS as ZERO_KEYS
 from meshfold.mesh.spec.zero import ZeroSpec
 
@@ -296,7 +296,7 @@ def _table(spec: ParallelSpec) -> str:
         attention = "" if spec.tensor.attention is None else f", attention by {spec.tensor.attention}"
         add("tensor", spec.tensor.axes, spec.tensor.mode_name + attention + overlap)
     if spec.axial is not None:
-        room = "" if spec.axial.memory is None else f", tensors at most {spec.axial.memory / 2**30:.3g} GiB"
+        room = "" if spec.axial.memory is None else f", tensors at most {_limit(spec.axial.memory)}"
         add("axial", spec.axial.axes, spec.axial.mode_name + room)
     if spec.expert is not None:
         rows.append(("expert", str(spec.expert.ranks), *_expert_places(spec, spec.expert)))
@@ -320,13 +320,18 @@ def _expert_places(spec: ParallelSpec, expert: ExpertSpec) -> tuple[str, str]:
     ), f"{each} of each expert{shared}, no ranks of their own"
 
 
+def _limit(count: float) -> str:
+    """Return a limit in bytes as text, whole numbers of a unit without decimals: ``40 GiB``."""
+    return format_bytes(count).replace(".00 ", " ")
+
+
 def _zero_settings(zero: ZeroSpec) -> str:
     parts = [f"stage {zero.stage}", f"placement {zero.placement}", f"regime {zero.regime}"]
     parts += [] if zero.reshard_after_forward else ["gathered from forward to backward"]
     parts += [] if zero.transport == "nccl" else [f"transport {zero.transport}"]
     parts += [] if zero.offload_path is None else [f"offload to {zero.offload_path}"]
     limits = ((zero.gpu_memory_limit, "GPU"), (zero.host_memory_limit, "host"))
-    parts += [f"{where} at most {limit / 2**30:.3g} GiB" for limit, where in limits if limit is not None]
+    parts += [f"{where} at most {_limit(limit)}" for limit, where in limits if limit is not None]
     shares = ((zero.offload_optim_frac, "optimizer state"), (zero.offload_param_frac, "parameters"))
     parts += [f"{share:.0%} of {what} on the host" for share, what in shares if share is not None]
     return ", ".join(parts)

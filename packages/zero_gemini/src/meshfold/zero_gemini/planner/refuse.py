@@ -90,7 +90,7 @@ def size(count: int) -> str:
     if not count:
         return "0 bytes"
     if count < GiB:
-        return f"{count:,} bytes ({count / MiB:.2f} MiB)"
+        return f"{count:,} bytes" if count < MiB else f"{count:,} bytes ({count / MiB:.2f} MiB)"
     if count % GiB == 0:
         return f"{count // GiB} GiB"
     return f"{count:,} bytes ({count / GiB:.2f} GiB)"
