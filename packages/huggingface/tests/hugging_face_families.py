@@ -57,6 +57,15 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "FalconForCausalLM",
         dict(**IDS, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, multi_query=True),
     ),
+    "falcon-alibi": (
+        "FalconForCausalLM",
+        dict(**IDS, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, multi_query=False, alibi=True),
+    ),
+    "bloom": (
+        "BloomForCausalLM",
+        dict(**IDS, hidden_size=32, n_layer=2, n_head=4, hidden_dropout=0.0, attention_dropout=0.0),
+    ),
+    "mpt": ("MptForCausalLM", dict(vocab_size=VOCABULARY, d_model=32, n_heads=4, n_layers=2, max_seq_len=32)),
     "stablelm": ("StableLmForCausalLM", dict(**LLAMA, qk_layernorm=True)),
     "mixtral": ("MixtralForCausalLM", dict(**LLAMA, num_local_experts=4, num_experts_per_tok=2)),
     "bert": ("BertForMaskedLM", BERT),
@@ -132,6 +141,9 @@ CAUSAL = (
     "olmo3",
     "falcon",
     "falcon-one-key",
+    "falcon-alibi",
+    "bloom",
+    "mpt",
     "stablelm",
     "mixtral",
 )

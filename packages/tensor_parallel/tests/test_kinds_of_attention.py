@@ -86,8 +86,8 @@ class Block(nn.Module):
         super().__init__()
         self.norm, self.attention = nn.LayerNorm(HIDDEN), attention
 
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.attention(self.norm(x))
+    def forward(self, x: Tensor, *biases: Tensor) -> Tensor:
+        return x + self.attention(self.norm(x), *biases)
 
 
 class Model(nn.Module):
@@ -100,6 +100,38 @@ class Model(nn.Module):
         x = self.embed(ids)
         for block in self.blocks:
             x = block(x)
+        return self.head(x)
+
+
+class Biased(Normalised):
+    """It adds biases ``(b h) q k`` or ``h q k`` of all heads to its scores."""
+
+    def forward(self, x: Tensor, position_bias: Tensor) -> Tensor:  # type: ignore[override]
+        q, k, v = (
+            y.unflatten(-1, (-1, SIZE)).transpose(1, 2) for y in (self.q_proj(x), self.k_proj(x), self.v_proj(x))
+        )
+        k, v = (y.repeat_interleave(q.shape[1] // y.shape[1], 1) for y in (k, v))
+        by_row = position_bias.shape[0] > q.shape[1]
+        scores = q @ k.transpose(-1, -2) + (
+            position_bias.view(*q.shape[:2], *position_bias.shape[1:]) if by_row else position_bias
+        )
+        return self.o_proj((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+class ModelWithBiases(Model):
+    """Its biases, slopes times distances, are made once and outside of its blocks, as ALiBi's are."""
+
+    def __init__(self, by_row: bool) -> None:
+        super().__init__(lambda: Biased(lambda heads, size: nn.Identity(), together=False))
+        self.by_row = by_row
+        self.register_buffer("slopes", torch.randn(HEADS))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x, places = self.embed(ids), torch.arange(ids.shape[1])
+        biases = self.slopes[:, None, None] * (places[:, None] - places)
+        biases = biases.repeat(x.shape[0], 1, 1) if self.by_row else biases
+        for block in self.blocks:
+            x = block(x, biases)
         return self.head(x)
 
 
@@ -119,7 +151,7 @@ KINDS: dict[str, Callable[[], nn.Module]] = {
 
 
 def compare(kind: str) -> None:
-    serial = seeded(lambda: Model(KINDS[kind]))
+    serial = seeded(lambda: ModelWithBiases("row" in kind) if "biases" in kind else Model(KINDS[kind]))
     ids = torch.randint(32, (4, 6), generator=torch.Generator().manual_seed(3))
     wanted = F.cross_entropy(serial(ids).flatten(0, 1), ids.flatten())
     wanted.backward()
@@ -135,7 +167,7 @@ def compare(kind: str) -> None:
         assert_gradients_equal(whole_gradients(model, mesh_of(axes)), gradients(serial), (kind, mode, axes))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "biases of all heads", "biases of all heads for each row"])
 def test_attention_is_that_of_one_process(kind: str) -> None:
     """With fewer key heads than ranks in 1d, whose norms count them once."""
     run_on_ranks(4, compare, kind)

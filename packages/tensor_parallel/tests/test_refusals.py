@@ -129,8 +129,10 @@ class Headless(nn.Module):
 
 
 class Biased(Attention):
-    def forward(self, x: Tensor, position_bias: Tensor | None = None) -> Tensor:
-        return super().forward(x)
+    """It takes biases of all heads, and cannot be tried without its last argument."""
+
+    def forward(self, x: Tensor, position_bias: Tensor, angles: Tensor) -> Tensor:
+        return super().forward(x * angles.cos())
 
 
 class Configured(Attention):
@@ -396,7 +398,7 @@ REFUSALS: dict[str, Refusal] = {
     ),
     "biases of all heads": Refusal(
         lambda: Model(blocks=nn.ModuleList([Model(attn=Biased())])),
-        ("blocks.0.attn: ", "Biased takes position_bias", "the rule '*.attn': 'replicate'"),
+        ("blocks.0.attn: ", "Biased takes position_bias", "could not be tried", "the rule '*.attn': 'replicate'"),
     ),
     "heads of a configuration": Refusal(
         lambda: Model(attn=Configured()), ("attn: ", "Configured's forward reads config.num_attention_heads")

@@ -22,12 +22,11 @@ from torch.overrides import TorchFunctionMode
 
 from meshfold.mesh import Mesh, Part, Placement
 from meshfold.tensor_parallel.convert.forward_code import config_size, parameters_of
+from meshfold.tensor_parallel.convert.head_biases import biases_of, guesses, names_of, own_heads
 from meshfold.tensor_parallel.convert.heads import Heads
 from meshfold.tensor_parallel.modes import Mode
 from meshfold.tensor_parallel.module_kinds import features, is_linear, norm_kind, norm_size, norms_by_head
 
-BIASES = ("alibi", "position_bias")
-"""What attention calls biases of all heads that are made outside of it."""
 _TOKENS = ((2, 3), (6,))
 """Tokens that a module is tried with: ``b s h``, then ``m h``."""
 _TORCH = str(Path(torch.__file__).parent)
@@ -35,12 +34,6 @@ _WRONG_SIZE = re.compile(r"shape '\[([\d, ]+)\]' is invalid for input of size (\
 """What torch says of a shape that a view cannot have."""
 _SMALL = 1 << 20
 """Elements of parameters up to which a child of the module, such as a norm of heads, is copied."""
-
-
-def biases_of(module: nn.Module) -> list[str]:
-    """Return the biases of all heads that a module's forward takes, unless its configuration says that there are none (Falcon)."""
-    config = getattr(module, "config", None)
-    return [bias for bias in BIASES if bias in parameters_of(module) and getattr(config, bias, None) is not False]
 
 
 class _Reached(Exception):
@@ -139,9 +132,6 @@ class AttentionTrial:
 
     def why_not(self) -> str:
         """Return why the module cannot work on a subset of its heads; empty if it can, or if it could not be tried."""
-        kind = type(self.module).__name__
-        if not self.biases_split and (taken := biases_of(self.module)):
-            return f"{kind} takes {taken[0]}, which is made for all heads outside of it"
         if self.mode.head_divisor(self.mesh) == 1:
             return ""
         with torch.device("cpu"):  # the caller may have chosen the meta device
@@ -159,6 +149,8 @@ class AttentionTrial:
                 return self._compare(given, whole, tokens, arguments)
         # No trial succeeded: the forward takes unknown arguments, or needs a device.
         found, kind = config_size(self.module), type(self.module).__name__
+        if not self.biases_split and (taken := biases_of(self.module)):
+            return f"{kind} takes {taken[0]}, which is made for all heads outside of it, and its forward could not be tried"
         return f"{kind}'s forward reads {found}, which counts all heads" if found else ""
 
     def _compare(
@@ -245,6 +237,7 @@ class AttentionTrial:
                 share = y if rank is None else self._share(y, self.heads.parts(name, self.mesh, self.mode), rank)
                 twin._modules[name.rpartition(".")[2]] = _Gives(share, x if strict else None)
             if rank is not None:
+                arguments = self._own_biases(arguments, rank)
                 self.heads.set_counts(twin, self.mesh, self.mode)
                 for table in self.tables:
                     weight: Any = twin.get_submodule(table).weight
@@ -258,6 +251,18 @@ class AttentionTrial:
             return error
         found = found[0] if isinstance(found, tuple) and found else found
         return found if isinstance(found, Tensor) else TypeError(f"returned {type(found).__name__}")
+
+    def _own_biases(self, arguments: dict[str, Any], rank: int) -> dict[str, Any]:
+        """Return the arguments with the biases of this rank's heads, as :class:`HeadBiases` gives them."""
+
+        def take(x: Tensor) -> Tensor:
+            return self._share(x.movedim(1, -1), (Part(self.heads.heads),), rank).movedim(-1, 1)
+
+        names = () if self.biases_split else names_of(self.module)[0]
+        return {
+            name: own_heads(name, x, self.heads.heads, take) if name in names and isinstance(x, Tensor) else x
+            for name, x in arguments.items()
+        }
 
     def _norm_of_heads(self, leaf: str, norm: nn.Module, rank: int | None) -> nn.Module | None:
         """Return a stand-in for a norm of all heads together, with this rank's of them; None for any other norm."""
@@ -332,8 +337,9 @@ class AttentionTrial:
                 found[name] = torch.arange(length)
             elif parameter.default is parameter.empty:
                 found[name] = None
+        biases = [{}] if self.biases_split else list(guesses(self.module, self.heads.heads, tokens))
         if all(name != "position_embeddings" for name, _ in named):
-            yield found
+            yield from ({**found, **given} for given in biases)
             return
         sizes = [getattr(self.module, name, None) for name in ("rotary_ndims", "rotary_dim")]
         config = getattr(self.module, "config", None)
@@ -343,7 +349,8 @@ class AttentionTrial:
         for size in dict.fromkeys([*sizes, self.heads.head_dim]):
             if isinstance(size, int) and size > 0:
                 angles = torch.arange(length, dtype=torch.float64)[None, :, None].expand(1, length, size)
-                yield {**found, "position_embeddings": (angles.cos(), angles.sin())}
+                found["position_embeddings"] = (angles.cos(), angles.sin())
+                yield from ({**found, **given} for given in biases)
 
 
 def _real(value: Tensor) -> Tensor:

@@ -10,9 +10,10 @@ from torch import nn
 
 from meshfold.mesh import LayoutError
 from meshfold.tensor_parallel.convert.analysis import Analysis
-from meshfold.tensor_parallel.convert.attention_check import AttentionTrial, biases_of
+from meshfold.tensor_parallel.convert.attention_check import AttentionTrial
 from meshfold.tensor_parallel.convert.denoisers import check_mode
 from meshfold.tensor_parallel.convert.forward_code import parameters_of
+from meshfold.tensor_parallel.convert.head_biases import biases_of
 from meshfold.tensor_parallel.convert.heads import Heads
 from meshfold.tensor_parallel.convert.roles import (
     ROLES,

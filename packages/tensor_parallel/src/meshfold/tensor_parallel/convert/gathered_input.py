@@ -20,6 +20,7 @@ from torch import Size, Tensor, nn
 from meshfold.mesh import LayoutError
 from meshfold.mesh.tracking import set_tracked_layout, tracker, untracked
 from meshfold.tensor_parallel.convert.boundary import Boundary
+from meshfold.tensor_parallel.convert.forward_code import parameters_of
 from meshfold.tensor_parallel.layers.base import BatchShape, OnMesh, StreamAdapter, to_autocast_dtype
 from meshfold.tensor_parallel.layers.input_adapters import flattened, fold, unfolded
 from meshfold.tensor_parallel.layers.linear import Linear
@@ -116,10 +117,12 @@ class Region(StreamAdapter):
 
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name, x = ("", args[0]) if args else next(iter(kwargs.items()))
-        for other in (*args[1:], *kwargs.values()):
+        named = {**dict(zip(parameters_of(module), args, strict=False)), **kwargs}
+        for argument, other in named.items():
             if (
                 isinstance(other, Tensor)
                 and other is not x
+                and argument != "residual"  # the stream, which is added to the module's output (BLOOM)
                 and other.is_floating_point()
                 and other.dim() == x.dim()
                 and other.shape[-1] == x.shape[-1]

@@ -17,6 +17,7 @@ from meshfold.tensor_parallel.convert.functional_dropout import (
     has_functional_dropout,
 )
 from meshfold.tensor_parallel.convert.gathered_input import Region, SharedInput
+from meshfold.tensor_parallel.convert.head_biases import HeadBiases, names_of
 from meshfold.tensor_parallel.convert.huggingface import (
     Recomputation,
     is_causal_lm,
@@ -167,6 +168,7 @@ class _Conversion:
         self._set_torchs_sizes()
         self._split_and_join()
         self._share_inputs()
+        self._take_biases()
         self._adapt_model()
         calls = self._catch_dropout()
         boundaries = [boundary for _, boundary in self.analysis.boundaries]
@@ -273,6 +275,17 @@ class _Conversion:
                 continue
             leaves = ", ".join(column.rsplit(".", 1)[-1] for column in columns)
             self.report.notes.append(f"{name or '(root)'}: its input is gathered once for {leaves}")
+
+    def _take_biases(self) -> None:
+        """Give attention its own heads' biases, where those of all heads are made outside of it."""
+        if self.roles.named("head_bias"):
+            return
+        for name, heads in self.analysis.heads.items():
+            module = self.analysis.modules[name]
+            names, order = names_of(module)
+            if names:
+                HeadBiases(self.mesh, self.mode, heads.heads, names, order).attach(module)
+                self.report.notes.append(f"{name or '(root)'}: takes its own heads of {', '.join(names)}")
 
     def _linear(self, name: str) -> Linear:
         made = self.model.get_submodule(name)
