@@ -123,6 +123,47 @@ def test_clipping_by_torch_equals_a_single_process(spec: str, way: str) -> None:
         torch.testing.assert_close(engine.full_state_dict(), weights)
 
 
+READS: dict[str, Callable[[Tensor], Tensor]] = {
+    "mean": lambda g: g.mean(),
+    "mean over a dim": lambda g: g.mean(0),
+    "norms of rows": lambda g: g.norm(dim=-1),
+    "sum of squares": lambda g: g.square().sum() + (g * g).sum(),
+    "largest": lambda g: g.abs().max(),
+    "spread": lambda g: g.std(),
+    "first element": lambda g: g.clone().flatten()[0],
+    "are finite": lambda g: torch.isfinite(g).all(),
+    "all of it": lambda g: g.clone(),
+}
+
+
+@ranks(2)
+def test_what_reads_a_gradient_reads_the_whole_of_it() -> None:
+    """Under tensor a rank has a part of most parameters, and what it read of that alone was silently wrong."""
+    model, (x, y) = net(), batches()[0]
+    nn.functional.mse_loss(model(x), y).backward()
+    for spec in ("data", "tensor"):
+        with Engine(net(), SPECS[spec], optimizer="sgd", precision="fp64", rules=RULES) as engine:
+            mine, target = engine.shard_batch((x, y))
+            engine.backward(nn.functional.mse_loss(engine(mine), target))
+            for (name, serial), parameter in zip(model.named_parameters(), engine.model.parameters(), strict=True):
+                assert serial.grad is not None and parameter.grad is not None
+                for what, read in READS.items():
+                    torch.testing.assert_close(read(parameter.grad), read(serial.grad), msg=f"{spec}, {name}: {what}")
+            weight = engine.model.get_parameter("up.weight")
+            assert weight.grad is not None
+            if spec == "data":
+                assert float((weight.detach() * weight.grad).sum()) != 0.0
+                continue
+            with pytest.raises(
+                TrainingError, match=r"this rank has \(4, 6\) of a parameter \(8, 6\): parameter\.grad\.clone"
+            ):
+                weight.detach() * weight.grad
+            total = torch.zeros_like(weight).add_(weight.grad, alpha=2.0)  # on this rank's part
+            whole = model.get_parameter("up.weight").grad
+            assert whole is not None
+            torch.testing.assert_close(total, 2.0 * whole.chunk(2)[engine.mesh.index("tensor")])
+
+
 HALVES: dict[str, Any] = {"bf16": "bf16", "fp16": dict(name="fp16", initial_scale=2**8)}
 
 
@@ -204,13 +245,13 @@ def test_after_a_train_step_nothing_is_clipped_in_silence(spec: str, what: str) 
 
 @pytest.mark.parametrize("precision", ["fp64", "bf16"])
 @ranks(2)
-def test_elements_are_those_of_this_ranks_block(precision: str) -> None:
+def test_elements_are_read_whole_and_written_in_this_ranks_block(precision: str) -> None:
     model, (x, y) = net(), batches()[0]
     nn.functional.mse_loss(model(x), y).backward()
     assert model.up.weight.grad is not None
-    rank = torch.distributed.get_rank()
+    wanted = model.up.weight.grad
     settings: dict[str, Any] = dict(optimizer=dict(name="sgd", lr=0.1), precision=precision, rules=RULES)
-    for spec, wanted in (("data", model.up.weight.grad), ("tensor", model.up.weight.grad.chunk(2)[rank])):
+    for spec in ("data", "tensor"):
         with Engine(net(), SPECS[spec], **settings) as engine:
             mine, target = engine.shard_batch((x, y))
             engine.backward(nn.functional.mse_loss(engine(mine).to(target), target))
@@ -219,7 +260,7 @@ def test_elements_are_those_of_this_ranks_block(precision: str) -> None:
             far = 1e-12 if precision == "fp64" else 0.1
             torch.testing.assert_close(found.clone().double(), wanted, rtol=far, atol=far)
             found.add_(1.0)
-            torch.testing.assert_close(found.double(), wanted + 1, rtol=far, atol=far)
+            torch.testing.assert_close(found.clone().double(), wanted + 1, rtol=far, atol=far)
             engine.model.up.weight.grad = torch.zeros_like(engine.model.up.weight)  # type: ignore[union-attr]
             with pytest.raises(TrainingError, match="was assigned before step"):
                 engine.step()

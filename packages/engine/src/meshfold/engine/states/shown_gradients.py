@@ -9,17 +9,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 from weakref import WeakMethod, finalize
 
 from torch import Tensor, nn
 
 from meshfold.engine.errors import TrainingError
 from meshfold.engine.states.replicated import States
-from meshfold.mesh.parameters import GradientProxy
-
-if TYPE_CHECKING:
-    pass
+from meshfold.mesh.parameters import GradientProxy, metadata
 
 
 class ShownGradients:
@@ -175,6 +171,20 @@ class ShownGradients:
         if gradient is None:
             raise TrainingError(f"{what} was called on parameter.grad, which is sharded in chunks: {self._advice}")
         return gradient
+
+    def whole(self, place: int, what: str, *, alone: bool) -> Tensor:
+        """Return a gradient by its number, whole; ``what`` reads it, for errors."""
+        parameter, gradient = self._states.trained[place], self.local(place, what)
+        meta = metadata(parameter)
+        if meta is None or meta.mesh.size(*meta.placement.split_axes) == 1:
+            return gradient
+        if not alone:
+            raise TrainingError(
+                f"{what} was called on parameter.grad and another tensor, but this rank has {tuple(parameter.shape)} of a "
+                f"parameter {meta.placement.shape}: parameter.grad.clone() is the whole gradient; what writes in place, as "
+                "total.add_(parameter.grad), works on this rank's part"
+            )
+        return meta.placement.gather(gradient, meta.mesh)
 
     def _stand_in(self, place: int, parameter: nn.Parameter) -> GradientProxy:
         made = self._made.get(place)

@@ -7,8 +7,9 @@ and reach the gradient through its :class:`GradientOwner`::
     torch.nn.utils.clip_grad_value_(model.parameters(), 0.5)
     parameter.grad.mul_(0.1)
 
-All ranks must make these calls. Everything else is done to this rank's block of the gradient, or raises the owner's error if
-it has no such block.
+All ranks must make these calls. What else reads a gradient (``parameter.grad.mean(0)``, ``parameter.grad.clone()``) reads the whole
+of it, whatever part of it this rank has. What writes in place works on this rank's block. An operation with another tensor is
+refused where the rank has a part only, and everything is where the owner cannot give the gradient.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from weakref import ref
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from meshfold.mesh.errors import MeshfoldError
 
@@ -42,7 +43,15 @@ class GradientOwner(Protocol):
         """Set gradients to zero, as ``zero_grad(set_to_none=False)`` asks."""
 
     def local(self, place: int, what: str) -> Tensor:
-        """Return this rank's block of a gradient, for all other operations; raises where it has no such block."""
+        """Return this rank's block of a gradient, for what writes in place; raises where it has no such block."""
+
+    def whole(self, place: int, what: str, *, alone: bool) -> Tensor:
+        """Return a gradient, whole, for what reads it. All ranks must call.
+
+        Args:
+            what: the operation, for errors.
+            alone: it reads no other tensor; raises otherwise, if this rank has a part of the gradient.
+        """
 
 
 class _Proxy(Tensor):
@@ -74,8 +83,14 @@ class _Proxy(Tensor):
             )
         return owner
 
-    def computed(self, func: str) -> Tensor:
-        """Return the tensor that this represents; ``func`` reads it, for errors."""
+    def computed(self, func: str, *, in_place: bool, alone: bool) -> Tensor:
+        """Return the tensor that this represents.
+
+        Args:
+            func: reads it, for errors.
+            in_place: it writes into a tensor.
+            alone: it reads no tensor but such as this.
+        """
         raise NotImplementedError
 
 
@@ -90,8 +105,10 @@ class GradientProxy(_Proxy):
         made._of, made.places = ref(owner), (place,)
         return made
 
-    def computed(self, func: str) -> Tensor:
-        return self.owner.local(self.places[0], func)
+    def computed(self, func: str, *, in_place: bool, alone: bool) -> Tensor:
+        if in_place:
+            return self.owner.local(self.places[0], func)
+        return self.owner.whole(self.places[0], func, alone=alone)
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         return f"GradientProxy(shape={tuple(self.shape)}, dtype={self.dtype})"
@@ -113,7 +130,7 @@ class NormProxy(_Proxy):
         made._of, made.places, made.norm_type = like._of, tuple(places), norm_type
         return made
 
-    def computed(self, func: str) -> Tensor:
+    def computed(self, func: str, *, in_place: bool, alone: bool) -> Tensor:
         return self.each()
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
@@ -195,9 +212,16 @@ def _of_gradients(
 
 
 def _on_blocks(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an operation on this rank's blocks and on computed norms."""
-    first = args[0] if args else None
-    args, kwargs = tree_map(lambda one: _computed(one, func), (args, kwargs))
+    """Run an operation on gradients, or on this rank's blocks if it writes in place, and on computed norms."""
+    first, name = args[0] if args else None, str(func)
+    given = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
+    alone = all(isinstance(one, _Proxy) or one.dim() == 0 for one in given)
+    in_place = func._schema.is_mutable
+
+    def computed(one: Any) -> Any:
+        return one.computed(name, in_place=in_place, alone=alone) if isinstance(one, _Proxy) else one
+
+    args, kwargs = tree_map(computed, (args, kwargs))
     found = func(*args, **kwargs)
     return first if func._schema.name.endswith("_") and isinstance(first, _Proxy) else found
 
@@ -241,8 +265,3 @@ def _is_over_all(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 def _moved(kwargs: dict[str, Any]) -> dict[str, Any]:
     return {name: kwargs[name] for name in ("dtype", "device") if kwargs.get(name) is not None}
-
-
-def _computed(value: Any, func: Any) -> Any:
-    """Return the value behind a proxy; any other value unchanged."""
-    return value.computed(str(func)) if isinstance(value, _Proxy) else value
