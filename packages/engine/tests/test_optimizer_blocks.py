@@ -1,4 +1,4 @@
-"""Optimizers of matrices on blocks of tensors: six steps equal those on whole tensors, to 1e-12 in float64."""
+"""Optimizers of matrices on blocks of tensors: ten steps equal those on whole tensors, to 1e-12 in float64."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from meshfold.optimizers import (
     muon,
 )
 
-STEPS, GAP = 6, 4
+STEPS, GAP = 10, 4
 # Split over both dims, with padding; the depth too; queries, keys and values in one, of which ranks share keys and values;
 # whole; the same shape split otherwise; a vector; three dims.
 PLACEMENTS = (
@@ -51,7 +51,7 @@ CASES: dict[str, tuple[Callable[[Any], torch.optim.Optimizer], float, dict[str, 
     "galore_adafactor": (
         lambda p: GaLoreAdafactor(p, 0.05, beta1=0.9, scale_parameter=True, rank=2, update_proj_gap=GAP),
         1e-10,
-        {"all_reduce": 3},
+        {"all_reduce": 2},
     ),
 }
 
@@ -107,15 +107,23 @@ def test_steps_on_blocks_are_those_on_whole_tensors(monkeypatch: pytest.MonkeyPa
             blocks = [at.shard(whole, mesh) for at, whole in zip(PLACEMENTS, gradients, strict=True)]
             with record() as log:
                 step(optimizer, mine, blocks)
-            renewed = {"all_to_all": 1, "all_gather": 1} if "galore" in name and number % GAP == 0 else {}
-            assert Counter(entry.kind for entry in log.entries) == {**sent, **renewed}, name
+            wanted = dict(sent)
+            if (
+                "galore" in name and number % GAP == 0
+            ):  # an owner also returns the gradient that its projection projects
+                wanted |= {"all_to_all": 1, "all_gather": 1}
+                if name == "galore_adamw":
+                    del wanted["all_reduce"]
+            assert Counter(entry.kind for entry in log.entries) == wanted, name
             if name == "muon" and number == 0:
                 everywhere = torch.tensor(computed)
                 torch.distributed.all_reduce(everywhere)
                 assert everywhere.item() == MATRICES  # each by one rank
         for whole, block, at in zip(alone, mine, PLACEMENTS, strict=True):
-            wanted = at.shard(whole.detach(), mesh)
-            torch.testing.assert_close(block.detach(), wanted, rtol=tolerance, atol=tolerance, msg=f"{name} {at.shape}")
+            expected = at.shard(whole.detach(), mesh)
+            torch.testing.assert_close(
+                block.detach(), expected, rtol=tolerance, atol=tolerance, msg=f"{name} {at.shape}"
+            )
         for p, block in zip(alone, mine, strict=True):
             for key, value in reference.state[p].items():
                 own = optimizer.state[block][key]

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from meshfold.optimizers.base import ListSteps, MatrixOptimizer, Sight, gradient_of, rate_of
-from meshfold.optimizers.blocks import Blocks, SumOver, WholeTensors, in_buckets
+from meshfold.optimizers.blocks import Blocks, Product, SumOver, WholeTensors, in_buckets
 from meshfold.optimizers.factored import (
     add_to_means,
     inverse_root,
@@ -311,7 +312,8 @@ def adafactor_updates(
     counts: Mapping[Tensor, float],
     gradients: Mapping[Tensor, Tensor],
     rates: Mapping[Tensor, float | Tensor],
-    whole: Container[Tensor] = (),
+    whole: Mapping[Tensor, Tensor] = MappingProxyType({}),
+    products: Sequence[Product] = (),
 ) -> Iterator[tuple[Tensor, Tensor, float | Tensor]]:
     """Yield each parameter with its update, times its rate, and that rate; the optimizer's means take the gradients in.
 
@@ -321,35 +323,44 @@ def adafactor_updates(
         counts: steps of each parameter.
         gradients: of each.
         rates: of each, before the parameter's size.
-        whole: parameters whose gradients are whole tensors, in the parameter's shape, on every rank.
+        whole: gradients that take the place of some parameters' own: whole tensors on every rank.
+        products: others like them, which the all-reduce of the first sums adds up as well.
     """
     blocks = optimizer.blocks
-    like = {p: gradient if p in whole else p for p, gradient in gradients.items()}
+    others = gradients.keys() - whole.keys() - {one.parameter for one in products}
 
-    def wanted() -> Iterator[SumOver]:
+    def wanted() -> Iterator[SumOver | Product]:
+        yield from products
         for p, gradient in gradients.items():
-            if gradient.dim() >= 2:
-                yield from row_and_column(like[p], gradient.square().add_(group["eps"][0]))
+            if p in others and gradient.dim() >= 2:
+                yield from row_and_column(p, gradient.square().add_(group["eps"][0]))
             if group["scale_parameter"]:
                 yield square_sum(p, p)
 
     sums = iter(blocks.sums(wanted()))
+    whole = {**whole, **{one.parameter: next(sums) for one in products}}
     updates, sized = {}, {}
-    for p, gradient in gradients.items():
+    for p in gradients:
+        gradient, like = (gradients[p], p) if p in others else (whole[p], whole[p])
         decay = 1.0 - counts[p] ** group["decay_rate"]
         if gradient.dim() >= 2:
-            means = running_means(optimizer.state[p], "exp_avg_sq", blocks, like[p])
-            add_to_means(blocks, like[p], means, [next(sums), next(sums)], decay)
-            updates[p] = inverse_root(blocks, like[p], *means).mul_(gradient)
+            means = running_means(optimizer.state[p], "exp_avg_sq", blocks, like)
+            if p in others:
+                added = [next(sums), next(sums)]
+            else:  # this rank has all of it
+                added = blocks.sums(row_and_column(like, gradient.square().add_(group["eps"][0])))
+            add_to_means(blocks, like, means, added, decay)
+            updates[p] = inverse_root(blocks, like, *means).mul_(gradient)
         else:
             [mean_square] = optimizer._moments([p], "exp_avg_sq")
             mean_square.mul_(decay).add_(gradient.square().add_(group["eps"][0]), alpha=1 - decay)
             updates[p] = mean_square.rsqrt().mul_(gradient)
         size = rms(blocks, p, next(sums)).clamp(min=group["eps"][1]) if group["scale_parameter"] else 1.0
         sized[p] = size * rates[p]
-    norms = blocks.sums(square_sum(like[p], update) for p, update in updates.items())
+    likes = {p: whole.get(p, p) for p in updates}
+    norms = blocks.sums(square_sum(likes[p], update) for p, update in updates.items())
     for (p, update), norm in zip(updates.items(), norms, strict=True):
-        limit_rms(blocks, like[p], update, norm, group["clip_threshold"])
+        limit_rms(blocks, likes[p], update, norm, group["clip_threshold"])
         yield p, update.mul_(sized[p]), sized[p]
 
 

@@ -61,8 +61,11 @@ class Blocks(Protocol):
     def families(self, parameters: Sequence[Tensor]) -> list[list[Tensor]]:
         """Return the parameters in lists, each of those that one call of the methods below may be about."""
 
-    def sums(self, wanted: Iterable[SumOver]) -> list[Tensor]:
-        """Return sums, each of the whole tensor's sizes along the kept dims, in one all-reduce; padding counts as nothing."""
+    def sums(self, wanted: Iterable[SumOver | Product]) -> list[Tensor]:
+        """Return sums and products in one all-reduce; padding counts as nothing.
+
+        A sum has the whole tensor's sizes along the kept dims, a product ``(size of the other dim, r)``.
+        """
 
     def cut(self, whole: Tensor, parameter: Tensor, dims: Sequence[int]) -> Tensor:
         """Return the part of a tensor that belongs to the parameter's block, zero in padding.
@@ -72,9 +75,6 @@ class Blocks(Protocol):
             parameter: whose block.
             dims: of the parameter.
         """
-
-    def products(self, wanted: Iterable[Product]) -> list[Tensor]:
-        """Return whole products ``(size of the other dim, r)``, in one all-reduce."""
 
     def of_whole(
         self,
@@ -118,14 +118,11 @@ class WholeTensors:
     def families(self, parameters: Sequence[Tensor]) -> list[list[Tensor]]:
         return [list(parameters)] if parameters else []
 
-    def sums(self, wanted: Iterable[SumOver]) -> list[Tensor]:
-        return [_sum(one) for one in wanted]
+    def sums(self, wanted: Iterable[SumOver | Product]) -> list[Tensor]:
+        return [_product(one) if isinstance(one, Product) else _sum(one) for one in wanted]
 
     def cut(self, whole: Tensor, parameter: Tensor, dims: Sequence[int]) -> Tensor:
         return whole
-
-    def products(self, wanted: Iterable[Product]) -> list[Tensor]:
-        return [(one.values if one.dim == 1 else one.values.mT) @ one.factor for one in wanted]
 
     def of_whole(
         self,
@@ -154,6 +151,10 @@ class WholeTensors:
 def _sum(one: SumOver) -> Tensor:
     dropped = [dim for dim in range(one.values.dim()) if dim not in one.kept]
     return one.values.sum(dim=dropped) if dropped else one.values
+
+
+def _product(one: Product) -> Tensor:
+    return (one.values if one.dim == 1 else one.values.mT) @ one.factor
 
 
 def in_buckets(parameters: Sequence[Tensor], blocks: Blocks) -> Iterator[list[Tensor]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -34,36 +35,56 @@ class GaLoreOptimizer(RoleOptimizer):
             for bucket in in_buckets(self._trained(group), self.blocks):
                 counts = {p: self._count(p) for p in bucket}
                 projected = [p for p in bucket if group["role"] in (None, MATRICES) and p.dim() == 2]
-                low = self._project(group, projected, counts) if projected else {}
-                self._step_on(group, bucket, counts, low)
+                low = self._renew(group, projected, counts)
+                products = [
+                    Product(p, gradient_of(p), self._projection(group, p), _dim(self.blocks.shape(p)))
+                    for p in projected
+                    if p not in low
+                ]
+                self._step_on(group, bucket, counts, low, products)
 
     def _step_on(
-        self, group: dict[str, Any], bucket: list[Tensor], counts: dict[Tensor, float], low: dict[Tensor, Tensor]
+        self,
+        group: dict[str, Any],
+        bucket: list[Tensor],
+        counts: dict[Tensor, float],
+        low: dict[Tensor, Tensor],
+        products: list[Product],
     ) -> None:
-        """Step some parameters. ``counts``: their step counts; ``low``: projected gradients, where there is a projection."""
+        """Step some parameters.
+
+        Args:
+            group: with the settings.
+            bucket: the parameters.
+            counts: their step counts.
+            low: projected gradients, ``(size of the remaining dim, rank)``, that are known: of new projections.
+            products: the other projected gradients, to be summed.
+        """
         raise NotImplementedError
 
-    def _project(
+    def _renew(
         self, group: dict[str, Any], projected: list[Tensor], counts: dict[Tensor, float]
     ) -> dict[Tensor, Tensor]:
-        """Return projected gradients, ``(size of the remaining dim, rank)``; recompute projections that are due."""
+        """Recompute projections that are due, each on the rank that gets the matrix; return the gradients that it projects."""
         stale = [
             p for p in projected if (counts[p] - 1) % group["update_proj_gap"] == 0 or "projection" not in self.state[p]
         ]
         alike: dict[tuple[torch.dtype, int], list[Tensor]] = {}
         for p in stale:
             alike.setdefault((p.dtype, self._projection_shape(group, p)[1]), []).append(p)
+        low: dict[Tensor, Tensor] = {}
         for (_, rank), some in alike.items():
             made = self.blocks.of_whole(
                 some,
                 [gradient_of(p) for p in some],
-                partial(PROJECTIONS[group["projection"]], rank=rank),
-                [self._projection_shape(group, p) for p in some],
+                partial(_with_projected, vectors=PROJECTIONS[group["projection"]], rank=rank),
+                [(sum(self.blocks.shape(p)), rank) for p in some],
             )
-            for p, projection in zip(some, made, strict=True):
-                self.state[p]["projection"] = projection.reshape(-1).clone()
-        wanted = (Product(p, gradient_of(p), self._projection(group, p), _dim(self.blocks.shape(p))) for p in projected)
-        return dict(zip(projected, self.blocks.products(wanted), strict=True))
+            for p, both in zip(some, made, strict=True):
+                size = self._projection_shape(group, p)[0]
+                self.state[p]["projection"] = both[:size].reshape(-1).clone()
+                low[p] = both[size:].clone()
+        return low
 
     def _projection_shape(self, group: dict[str, Any], parameter: Tensor) -> tuple[int, int]:
         shape = self.blocks.shape(parameter)
@@ -134,6 +155,12 @@ def randomized_vectors(matrix: Tensor, rank: int) -> Tensor:
     small = tall @ basis
     vectors = basis @ torch.linalg.eigh(small.mT @ small).eigenvectors.flip(-1)[:, :rank]
     return _with_fixed_signs(vectors).to(matrix.dtype)
+
+
+def _with_projected(matrix: Tensor, *, vectors: Callable[[Tensor, int], Tensor], rank: int) -> Tensor:
+    """Return a matrix's projection and, below it, the projected matrix: ``(m + n, rank)``."""
+    projection = vectors(matrix, rank)
+    return torch.cat([projection, (matrix if _dim(tuple(matrix.shape)) == 1 else matrix.mT) @ projection])
 
 
 PROJECTIONS = {"svd": singular_vectors, "randomized": randomized_vectors}
@@ -218,9 +245,15 @@ class GaLoreAdamW(GaLoreOptimizer):
         )
 
     def _step_on(
-        self, group: dict[str, Any], bucket: list[Tensor], counts: dict[Tensor, float], low: dict[Tensor, Tensor]
+        self,
+        group: dict[str, Any],
+        bucket: list[Tensor],
+        counts: dict[Tensor, float],
+        low: dict[Tensor, Tensor],
+        products: list[Product],
     ) -> None:
         beta1, beta2 = group["betas"]
+        low |= zip((one.parameter for one in products), self.blocks.sums(products), strict=True)
         for p in bucket:
             gradient = _wide(low.get(p, gradient_of(p)))
             if p in low:
@@ -304,21 +337,27 @@ class GaLoreAdafactor(GaLoreOptimizer):
         )
 
     def _step_on(
-        self, group: dict[str, Any], bucket: list[Tensor], counts: dict[Tensor, float], low: dict[Tensor, Tensor]
+        self,
+        group: dict[str, Any],
+        bucket: list[Tensor],
+        counts: dict[Tensor, float],
+        low: dict[Tensor, Tensor],
+        products: list[Product],
     ) -> None:
-        gradients = {p: low.get(p, gradient_of(p)) for p in bucket}
+        gradients = {p: gradient_of(p) for p in bucket}
+        projected = {*low, *(one.parameter for one in products)}
         for p, update, rate in adafactor_updates(
-            self, group, counts, gradients, dict.fromkeys(bucket, group["lr"]), low
+            self, group, counts, gradients, dict.fromkeys(bucket, group["lr"]), low, products
         ):
             if group["beta1"] is not None:
-                if p in low:
+                if p in projected:
                     mean = self._low_rank(group, p, "low_rank_avg", update, signed=True)
                 else:
                     [mean] = self._moments([p], "exp_avg")
                 update = mean.mul_(group["beta1"]).add_(update, alpha=1 - group["beta1"])
-                if p in low:
+                if p in projected:
                     self._keep(group, p, "low_rank_avg", update, signed=True)
-            if p in low:
+            if p in projected:
                 update = self._back(group, p, update)
             if group["weight_decay"]:
                 p.mul_(1 - group["weight_decay"] * rate)

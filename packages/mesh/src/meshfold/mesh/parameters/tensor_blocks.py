@@ -85,35 +85,17 @@ class ShardedBlocks:
         """Return the blocks that include a parameter."""
         return self._apart.get(parameter, self)
 
-    def sums(self, wanted: Iterable[SumOf]) -> list[Tensor]:
-        """Return sums over whole tensors; see the class."""
+    def sums(self, wanted: Iterable[SumOf | ProductOf]) -> list[Tensor]:
+        """Return sums over whole tensors, and products of whole matrices with others; see the class."""
         every = iter(wanted)
         first = next(every, None)
         return [] if first is None else self._of(first[0])._sums(chain([first], every))
 
-    def _sums(self, wanted: Iterable[SumOf]) -> list[Tensor]:
+    def _sums(self, wanted: Iterable[SumOf | ProductOf]) -> list[Tensor]:
         def addends() -> Iterator[tuple[Tensor, bool]]:
-            for parameter, values, kept in wanted:
-                block = self._split_block(parameter)
-                mine = sum_over_others(values, kept) if block is None else block.sum(values, kept)
-                yield mine, block is not None
-
-        return self._added_up(addends())
-
-    def products(self, wanted: Iterable[ProductOf]) -> list[Tensor]:
-        """Return products of whole matrices with others; see the class."""
-        every = iter(wanted)
-        first = next(every, None)
-        return [] if first is None else self._of(first[0])._products(chain([first], every))
-
-    def _products(self, wanted: Iterable[ProductOf]) -> list[Tensor]:
-        def addends() -> Iterator[tuple[Tensor, bool]]:
-            for parameter, values, factor, dim in wanted:
-                block = self._split_block(parameter)
-                if block is None:
-                    yield (values if dim == 1 else values.mT) @ factor, False
-                else:
-                    yield block.product(values, factor, dim), True
+            for one in wanted:
+                block = self._split_block(one[0])
+                yield (_whole_sum(one) if block is None else _addend(block, one)), block is not None
 
         return self._added_up(addends())
 
@@ -283,6 +265,19 @@ class ShardedBlocks:
                 row[start : start + piece.numel()].copy_(piece.reshape(-1))
                 start += piece.numel()
         return [[row] for row in operations.all_to_all(buffer, self._owners, 0, 0)]
+
+
+def _whole_sum(one: SumOf | ProductOf) -> Tensor:
+    """Return a sum over dims, or a product, of a whole tensor."""
+    if len(one) == 3:
+        return sum_over_others(one[1], one[2])
+    _, values, factor, dim = one
+    return (values if dim == 1 else values.mT) @ factor
+
+
+def _addend(block: BlockMap, one: SumOf | ProductOf) -> Tensor:
+    """Return what a block adds to a sum over dims, or to a product."""
+    return block.sum(one[1], one[2]) if len(one) == 3 else block.product(*one[1:])
 
 
 def _by_shape(matrices: Sequence[Tensor], function: Callable[[Tensor], Tensor]) -> list[Tensor]:
