@@ -17,10 +17,12 @@ from meshfold import optimizers
 from meshfold.colossalai import (
     Booster,
     CPUAdam,
+    DistGaloreAwamW,
     DistributedAdaFactor,
     DistributedCAME,
     DistributedLamb,
     DPPluginBase,
+    GaLoreAdamW8bit,
     GeminiPlugin,
     HybridAdam,
     HybridParallelPlugin,
@@ -29,6 +31,7 @@ from meshfold.colossalai import (
     LowLevelZeroPlugin,
     MigrationNote,
     get_accelerator,
+    get_galore_param_groups,
     initialize,
 )
 from meshfold.mesh import SpecError
@@ -41,9 +44,11 @@ ProcessGroupMesh; context: Config ParallelMode ParallelContext; context.parallel
 lazy: LazyInitContext; legacy.amp: AMP_TYPE; legacy.context: ParallelMode; legacy.core: global_context; legacy.zero.init_ctx:;
 legacy.zero.shard_utils: TensorShardStrategy; legacy.utils: get_dataloader; logging: disable_existing_loggers get_dist_logger;
 nn.lr_scheduler: CosineAnnealingWarmupLR LinearWarmupLR; nn.optimizer: CPUAdam HybridAdam Lamb Lars CAME Adafactor DistributedLamb
-DistributedCAME DistributedAdaFactor; nn.optimizer.hybrid_adam: HybridAdam; nn.optimizer.distributed_lamb: DistributedLamb;
-utils: get_current_device get_dataloader is_using_pp is_using_ddp; utils.model.colo_init_context:; zero: ColoInitContext
-ZeroInitContext; zero.init_ctx:; zero.shard_utils: BucketTensorShardStrategy TensorShardStrategy; interface:; initialize:
+DistributedCAME DistributedAdaFactor DistGaloreAwamW GaLoreAdamW8bit; nn.optimizer.galore: get_galore_param_groups;
+nn.optimizer.distributed_galore: DistGaloreAwamW; nn.optimizer.hybrid_adam: HybridAdam;
+nn.optimizer.distributed_lamb: DistributedLamb; utils: get_current_device get_dataloader is_using_pp is_using_ddp;
+utils.model.colo_init_context:; zero: ColoInitContext ZeroInitContext; zero.init_ctx:;
+zero.shard_utils: BucketTensorShardStrategy TensorShardStrategy; interface:; initialize:
 """
 HINTED = """
 amp: convert_to_naive_amp; auto_parallel.tensor_shard: initialize_model; booster.mixed_precision: FP16TorchMixedPrecision;
@@ -52,7 +57,7 @@ PipelineSchedule InterleavedPipelineSchedule; inference: InferenceConfig; kernel
 legacy.nn: CrossEntropyLoss Linear1D_Col LayerNorm1D; legacy.nn.metric: Accuracy; legacy.pipeline.pipelinable: PipelinableContext;
 legacy.registry: HOOKS; legacy.trainer: Trainer hooks; legacy.utils: MultiTimer clip_grad_norm_fp32 save_checkpoint; moe: SparseMLP;
 nn: Accuracy CrossEntropyLoss Linear; nn.layer: VanillaLayerNorm WrappedDropout; nn.layer.parallel_1d: Embedding1D; nn.lr_scheduler:
-MultiStepLR PolynomialLR; nn.optimizer: FusedAdam FusedLAMB FusedSGD GaLoreAdamW8bit DistGaloreAwamW cast_to_distributed;
+MultiStepLR PolynomialLR; nn.optimizer: FusedAdam FusedLAMB FusedSGD GaLoreAdafactor cast_to_distributed;
 nn.parallel: GeminiDDP ZeroDDP; pipeline:
 PipelineStageManager; shardformer: ShardConfig ShardFormer; tensor: ColoParameter ComputePattern ComputeSpec ProcessGroup
 ReplicaSpec ShardSpec; trainer: Trainer hooks; utils: MultiTimer Timer free_port load_checkpoint print_rank_0 report_memory_usage
@@ -123,18 +128,40 @@ def test_adams_take_what_the_originals_take(cls: Any) -> None:
     assert (weight < 1).all()
 
 
+def galore(model: nn.Module, **settings: Any) -> optimizers.GaLoreAdamW:
+    """What the names of GaLore mean: the model's linear weights are projected."""
+    weights = [p for p in model.parameters() if p.dim() == 2]
+    others = [p for p in model.parameters() if p.dim() == 1]
+    groups = [{"params": weights, "rank": 2, "role": "matrices"}, {"params": others, "role": "norms_and_biases"}]
+    return optimizers.GaLoreAdamW(groups, 1e-2, eps=1e-8, weight_decay=1e-2, **settings)
+
+
 SERIAL: list[tuple[Any, Any]] = [
     (
-        lambda params: DistributedLamb(params, 1e-2, weight_decay=0.1),
-        lambda params: optimizers.Lamb(params, 1e-2, weight_decay=0.1),
+        lambda model: DistributedLamb(model.parameters(), 1e-2, weight_decay=0.1),
+        lambda model: optimizers.Lamb(model.parameters(), 1e-2, weight_decay=0.1),
     ),
-    (lambda params: Lamb(params, 1e-2), lambda params: optimizers.Lamb(params, 1e-2, bias_correction=False)),
     (
-        lambda params: Lars(params, 1.0, 0.5, 1e-2, 0.1),
-        lambda params: optimizers.Lars(params, 1.0, 0.5, weight_decay=0.1, trust_coeff=1e-2, eps=0.0),
+        lambda model: Lamb(model.parameters(), 1e-2),
+        lambda model: optimizers.Lamb(model.parameters(), 1e-2, bias_correction=False),
     ),
-    (lambda params: DistributedCAME(params, 1e-2), lambda params: optimizers.Came(params, 1e-2)),
-    (lambda params: DistributedAdaFactor(params), lambda params: optimizers.AdafactorHF(params)),
+    (
+        lambda model: Lars(model.parameters(), 1.0, 0.5, 1e-2, 0.1),
+        lambda model: optimizers.Lars(model.parameters(), 1.0, 0.5, weight_decay=0.1, trust_coeff=1e-2, eps=0.0),
+    ),
+    (
+        lambda model: DistributedCAME(model.parameters(), 1e-2),
+        lambda model: optimizers.Came(model.parameters(), 1e-2),
+    ),
+    (
+        lambda model: DistributedAdaFactor(model.parameters()),
+        lambda model: optimizers.AdafactorHF(model.parameters()),
+    ),
+    (
+        lambda model: GaLoreAdamW8bit(get_galore_param_groups(model, rank=2)),
+        lambda model: galore(model, eight_bit=True),
+    ),
+    (lambda model: DistGaloreAwamW(get_galore_param_groups(model, rank=2), nbits=32), galore),
 ]
 
 
@@ -146,10 +173,8 @@ def test_distributed_optimizers_step_as_one_process() -> None:
         torch.manual_seed(0)
         model: Any = Net().double()
         alone = copy.deepcopy(model)
-        reference = serial(alone.parameters())
-        model, optimizer, *_ = Booster(plugin=LowLevelZeroPlugin(stage=2, precision="fp64")).boost(
-            model, named(model.parameters())
-        )
+        reference = serial(alone)
+        model, optimizer, *_ = Booster(plugin=LowLevelZeroPlugin(stage=2, precision="fp64")).boost(model, named(model))
         assert type(model.engine.optimizer) is type(reference)
         for _ in range(3):
             optimizer.backward((model(rows[rank : rank + 1]) - 1).square().mean())
@@ -170,6 +195,15 @@ def test_what_optimizers_cannot_be_here_is_said() -> None:
         DistributedCAME([weight])
     with pytest.warns(MigrationNote, match=r"setup_distributed\(...\) does nothing"):
         DistributedLamb([weight]).setup_distributed(None, None)
+    with pytest.raises(SpecError, match=r"percentile_clipping=5: use clip_grad_norm"):
+        GaLoreAdamW8bit([weight], percentile_clipping=5)
+    with pytest.raises(SpecError, match="proj_type='reverse_std'; write 'std'"):
+        GaLoreAdamW8bit(get_galore_param_groups(nn.Linear(2, 2), proj_type="reverse_std"))
+    with pytest.raises(SpecError, match="DistGaloreAwamW: nbits=4; write 8 or 32"):
+        DistGaloreAwamW([weight], nbits=4)
+    with pytest.warns(MigrationNote, match="min_8bit_size=0 does nothing"):
+        alone = GaLoreAdamW8bit([weight], min_8bit_size=0)
+    assert alone.param_groups[0]["role"] == "norms_and_biases"  # no group has a rank: nothing is projected
 
 
 class Net(nn.Module):

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         launch_from_torch,
     )
     from meshfold.colossalai.deepspeed import from_deepspeed
+    from meshfold.colossalai.galore_classes import DistGaloreAwamW, GaLoreAdamW8bit, get_galore_param_groups
     from meshfold.colossalai.init_contexts import (
         BucketTensorShardStrategy,
         ColoInitContext,
@@ -84,10 +85,12 @@ __all__ = [
     "CosineAnnealingWarmupLR",
     "DPPluginBase",
     "DistCoordinator",
+    "DistGaloreAwamW",
     "DistributedAdaFactor",
     "DistributedCAME",
     "DistributedLamb",
     "DistributedLogger",
+    "GaLoreAdamW8bit",
     "GeminiPlugin",
     "HybridAdam",
     "HybridParallelPlugin",
@@ -113,6 +116,7 @@ __all__ = [
     "get_dataloader",
     "get_default_parser",
     "get_dist_logger",
+    "get_galore_param_groups",
     "global_context",
     "gpc",
     "initialize",
@@ -143,6 +147,11 @@ _MODULES = {
         "launch_from_torch",
     ),
     "deepspeed": ("from_deepspeed",),
+    "galore_classes": (
+        "DistGaloreAwamW",
+        "GaLoreAdamW8bit",
+        "get_galore_param_groups",
+    ),
     "init_contexts": (
         "BucketTensorShardStrategy",
         "ColoInitContext",

@@ -16,7 +16,7 @@ from meshfold.colossalai.arguments import Translation
 from meshfold.mesh import SpecError
 
 
-class _Named:
+class Named:
     """Base of classes that stand for an optimizer of :mod:`meshfold.optimizers`.
 
     Attributes:
@@ -32,7 +32,7 @@ class _Named:
         )
 
 
-class Lamb(_Named, ours.Lamb):
+class Lamb(Named, ours.Lamb):
     """LAMB by the paper without bias correction, as this name means there; see :class:`meshfold.optimizers.Lamb`."""
 
     stands_for = ours.Lamb
@@ -58,7 +58,7 @@ class Lamb(_Named, ours.Lamb):
         super().__init__(params, lr, betas, eps, weight_decay, bias_correction=False)
 
 
-class DistributedLamb(_Named, ours.Lamb):
+class DistributedLamb(Named, ours.Lamb):
     """LAMB by the paper, with bias correction; see :class:`meshfold.optimizers.Lamb`."""
 
     stands_for = ours.Lamb
@@ -76,7 +76,7 @@ class DistributedLamb(_Named, ours.Lamb):
         super().__init__(params, lr, betas, eps, weight_decay, bias_correction=bias_correction)
 
 
-class Lars(_Named, ours.Lars):
+class Lars(Named, ours.Lars):
     """LARS by the paper; see :class:`meshfold.optimizers.Lars`. Colossal-AI's also clamps elements to 10 and ratios to 50."""
 
     stands_for = ours.Lars
@@ -98,7 +98,7 @@ class Lars(_Named, ours.Lars):
         super().__init__(params, lr, momentum, weight_decay=weight_decay, trust_coeff=eeta, eps=epsilon)
 
 
-class CAME(_Named, ours.Came):
+class CAME(Named, ours.Came):
     """CAME; see :class:`meshfold.optimizers.Came`. Arguments in Colossal-AI's order."""
 
     stands_for = ours.Came
@@ -126,7 +126,7 @@ class DistributedCAME(CAME):
     """CAME; see :class:`meshfold.optimizers.Came`."""
 
 
-class Adafactor(_Named, ours.AdafactorHF):
+class Adafactor(Named, ours.AdafactorHF):
     """Adafactor as in transformers; see :class:`meshfold.optimizers.AdafactorHF`. Arguments in Colossal-AI's order."""
 
     stands_for = ours.AdafactorHF
