@@ -96,7 +96,11 @@ def steps_alone(cases: list[Case], given: list[dict[str, Tensor]]) -> list[Any]:
 
 
 def compare(
-    size: int, cases: list[Case], given: list[dict[str, Tensor]], runs: Callable[..., list[Any]] = runs
+    size: int,
+    cases: list[Case],
+    given: list[dict[str, Tensor]],
+    runs: Callable[..., list[Any]] = runs,
+    tolerance: float = 1e-9,
 ) -> None:
     """Every case on so many ranks, against one process, which trains each model once."""
     alone: list[Case] = []
@@ -107,7 +111,7 @@ def compare(
     wanted = [serial[alone.index(({}, model, settings))] for _, model, settings in cases]
     for rank in run_on_ranks(size, runs, cases, given):
         for found, serial, case in zip(rank, wanted, cases, strict=True):
-            assert_same(found, serial, str(case))
+            assert_same(found, serial, str(case), tolerance)
 
 
 def assert_same(
@@ -144,18 +148,18 @@ def watched(gemini: Gemini) -> Iterator[list[int]]:
     seen.append(arena.peak_bytes)
 
 
-def relay(legs: list[tuple[int, dict[str, Any]]], leg: Callable[..., Any], folder: Path) -> None:
+def relay(legs: list[tuple[int, dict[str, Any]]], leg: Callable[..., Any], folder: Path, *first: Any) -> None:
     """A run handed from spec to spec by checkpoints, two steps each, is the unbroken run of one process.
 
-    ``leg(parallel, load, save, batches)``: its losses, what it loaded, and the whole model afterwards.
+    ``leg(*first, parallel, load, save, batches)``: its losses, what it loaded, and the whole model afterwards.
     """
     given = batches(2 * len(legs))
-    unbroken = leg({}, "", str(folder / "unbroken"), given)
+    unbroken = leg(*first, {}, "", str(folder / "unbroken"), given)
     losses: list[float] = []
     state: dict[str, Tensor] = {}
     for number, (size, parallel) in enumerate(legs):
         load = str(folder / f"leg{number - 1}") if number else ""
-        arguments = (parallel, load, str(folder / f"leg{number}"), given[2 * number : 2 * number + 2])
+        arguments = (*first, parallel, load, str(folder / f"leg{number}"), given[2 * number : 2 * number + 2])
         found = [leg(*arguments)] if size == 1 else run_on_ranks(size, leg, *arguments)
         for rank in found:
             assert rank[0] == found[0][0]

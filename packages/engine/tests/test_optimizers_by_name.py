@@ -53,6 +53,11 @@ PIPELINE: list[dict[str, Any]] = [dict(pipeline=2), dict(pipeline=2, zero=dict(s
 PIPELINE_TENSOR: list[dict[str, Any]] = [dict(pipeline=2, tensor=dict(mode="1d", size=2))]
 
 
+def exact(name: str) -> float:
+    """How far ten steps may be off: iterations and decompositions of matrices add up more roundings."""
+    return 1e-10 if name == "muon" or name.startswith("galore") else 1e-12
+
+
 def cases(name: str, model: str, specs: list[dict[str, Any]], **settings: Any) -> list[Case]:
     return [(spec, model, {"optimizer": SMALL[name], **settings}) for spec in specs]
 
@@ -60,7 +65,8 @@ def cases(name: str, model: str, specs: list[dict[str, Any]], **settings: Any) -
 def test_norms() -> None:
     """Norms of whole tensors, also of those that some ranks share and of which a rank has a few elements."""
     lamb, lars = cases("lamb", "two", TENSOR_ZERO), cases("lars", "two", [TENSOR[2], *HOST])
-    compare(4, [*lamb, *lars, *cases("lamb", "two tied", [PIPELINE[1]])], batches(2), steps_alone)
+    staged = cases("lamb", "two tied", [PIPELINE[1]])
+    compare(4, [*lamb, *lars, *staged], batches(2), steps_alone, exact("lamb"))
 
 
 @pytest.mark.parametrize("make", [partial(Lamb, lr=0.02, weight_decay=0.1), partial(Lars, lr=0.5, nesterov=True)])
@@ -199,7 +205,7 @@ EIGHT: list[dict[str, Any]] = [
 @pytest.mark.few(2)
 @pytest.mark.parametrize("parallel", [TENSOR[2], *TENSOR_ZERO, ZERO[2], *HOST, PIPELINE[1]], ids=str)
 def test_elements(parallel: dict[str, Any]) -> None:
-    compare(4, cases("lion", "two", [parallel]), batches(2), steps_alone)
+    compare(4, cases("lion", "two", [parallel]), batches(2), steps_alone, exact("lion"))
 
 
 @pytest.mark.parametrize(
@@ -209,7 +215,7 @@ def test_elements(parallel: dict[str, Any]) -> None:
 def test_muon_by_roles(model: str, specs: list[dict[str, Any]], steps: int) -> None:
     """Roles are those of the whole model, whatever a rank has of it."""
     staged = [*cases("muon", model, specs), *cases("muon", "two tied", [PIPELINE[1]])]
-    compare(4, staged, batches(steps), steps_alone)
+    compare(4, staged, batches(steps), steps_alone, exact("muon"))
     for found in run_on_ranks(4, groups_of_muon, [dict(zero=dict(stage=1)), TENSOR[2]]):
         for groups, rates in found:
             assert groups == {"matrices": 4 * 4, "embeddings": 1, "head": 1, "norms_and_biases": 4 * 2 + 1}
@@ -303,7 +309,7 @@ DIAGONAL: dict[str, list[dict[str, Any]]] = {
 @pytest.mark.parametrize("name", DIAGONAL)
 def test_matrices(name: str) -> None:
     """Rows and columns of whole tensors, also of those that some ranks share."""
-    compare(4, cases(name, "two", DIAGONAL[name]), batches(FEW), steps_alone)
+    compare(4, cases(name, "two", DIAGONAL[name]), batches(FEW), steps_alone, exact(name))
 
 
 @pytest.mark.slow
@@ -313,22 +319,23 @@ def test_every_optimizer_under_every_spec(name: str) -> None:
     specs = [{}, *ZERO, *HOST, *TENSOR, *TENSOR_ZERO, *PIPELINE, *PIPELINE_TENSOR]
     specs += [dict(sequence=dict(mode="ring", size=2), zero=dict(stage=zero)) for zero in (1, 3)]
     specs += [dict(pipeline=2, zero=dict(stage=3)), dict(tensor=dict(mode="2d", size=4), zero=dict(stage=2))]
-    compare(4, cases(name, "llama", specs), batches(STEPS), steps_alone)
+    compare(4, cases(name, "llama", specs), batches(STEPS), steps_alone, exact(name))
     if name != "lion":
-        compare(4, cases(name, "tied", [TENSOR[2], ZERO[2], *PIPELINE, *PIPELINE_TENSOR]), batches(STEPS), steps_alone)
-    compare(8, cases(name, "llama", EIGHT), batches(STEPS), steps_alone)
+        tied = [TENSOR[2], ZERO[2], *PIPELINE, *PIPELINE_TENSOR]
+        compare(4, cases(name, "tied", tied), batches(STEPS), steps_alone, exact(name))
+    compare(8, cases(name, "llama", EIGHT), batches(STEPS), steps_alone, exact(name))
 
 
 Sums = list[list[tuple[str, tuple[str, ...], int]]]
 
 
-def norm_collectives(specs: list[dict[str, Any]]) -> Sums:
-    """Return the collectives that a step sends with LAMB and not with Lion: kind, axes and bytes."""
+def norm_collectives(name: str, specs: list[dict[str, Any]]) -> Sums:
+    """Return the collectives that a step sends with an optimizer and not with Lion: kind, axes and bytes."""
     found = []
     for spec in specs:
         counts = []
-        for name in ("lamb", "lion"):
-            with engine_of(spec, "shallow", optimizer=SMALL[name]) as engine:
+        for each in (name, "lion"):
+            with engine_of(spec, "shallow", optimizer=SMALL[each]) as engine:
                 with record() as log:
                     engine.train_step(engine.shard_batch(batches(1)[0]))
                 counts.append(Counter((one.kind, one.axes, one.block_bytes) for one in log.entries))
@@ -337,12 +344,13 @@ def norm_collectives(specs: list[dict[str, Any]]) -> Sums:
     return found
 
 
-def test_all_norms_are_summed_in_one_collective_a_step() -> None:
+@pytest.mark.parametrize("name", ["lamb", "lars"])
+def test_all_norms_are_summed_in_one_collective_a_step(name: str) -> None:
     """Two numbers a tensor in one all-reduce; none where every rank has whole tensors."""
     size = 2 * 8 * len(list(MODELS["shallow"]().parameters()))
     specs: list[dict[str, Any]] = [dict(data=4), TENSOR[2], TENSOR_ZERO[0]]
     axes = [None, ("row", "col"), ("data", "tensor")]
-    for found in run_on_ranks(4, norm_collectives, specs):
+    for found in run_on_ranks(4, norm_collectives, name, specs):
         for sent, over in zip(found, axes, strict=True):
             assert sent == ([] if over is None else [("all_reduce", over, size)])
 
@@ -359,71 +367,46 @@ def leg(
         return losses, loaded, engine.full_state_dict()
 
 
-def lamb_leg(*arguments: Any) -> Any:
-    return leg("lamb", *arguments)
-
-
-def lars_leg(*arguments: Any) -> Any:
-    return leg("lars", *arguments)
-
-
-def adafactor_leg(*arguments: Any) -> Any:
-    return leg("adafactor_hf", *arguments)
-
-
-def came_leg(*arguments: Any) -> Any:
-    return leg("came", *arguments)
+@pytest.mark.few(1)
+@pytest.mark.parametrize("name", ["lamb", "lars"])
+def test_state_of_zero_3_goes_on_under_tensor_parallelism(name: str, tmp_path: Path) -> None:
+    relay([(4, ZERO[2]), (2, TENSOR[0]), (2, PIPELINE[0])], leg, tmp_path, name)
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize("one", [lamb_leg, lars_leg])
-def test_state_of_zero_3_goes_on_under_tensor_parallelism(one: Callable[..., Any], tmp_path: Path) -> None:
-    legs: list[tuple[int, dict[str, Any]]] = [(4, ZERO[2]), (2, TENSOR[0]), (2, PIPELINE[0])]
-    relay(legs, one, tmp_path)
-
-
-@pytest.mark.few(1)
-@pytest.mark.parametrize("one", [adafactor_leg, came_leg])
-def test_state_of_owners_goes_on_elsewhere(one: Callable[..., Any], tmp_path: Path) -> None:
-    relay([(4, ZERO[2]), (2, PIPELINE[0])], one, tmp_path)
-
-
-def muon_leg(*arguments: Any) -> Any:
-    return leg("muon", *arguments)
-
-
-def galore_leg(*arguments: Any) -> Any:
-    return leg("galore_8bit", *arguments)
+@pytest.mark.parametrize("name", ["adafactor_hf", "came"])
+def test_state_of_owners_goes_on_elsewhere(name: str, tmp_path: Path) -> None:
+    relay([(4, ZERO[2]), (2, PIPELINE[0])], leg, tmp_path, name)
 
 
 def test_projections_go_on_under_another_spec(tmp_path: Path) -> None:
-    relay([(2, ZERO[2]), (2, TENSOR[0])], galore_leg, tmp_path)
+    relay([(2, ZERO[2]), (2, TENSOR[0])], leg, tmp_path, "galore_8bit")
 
 
 def test_state_of_muon_goes_on_without_zero(tmp_path: Path) -> None:
-    relay([(4, ZERO[2]), (2, {})], muon_leg, tmp_path)
+    relay([(4, ZERO[2]), (2, {})], leg, tmp_path, "muon")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("one", "legs"),
+    ("name", "legs"),
     [
-        *((one, [(2, TENSOR[0]), (4, PIPELINE[1]), (1, {})]) for one in (lamb_leg, lars_leg)),
-        *((one, [(2, PIPELINE[0]), (1, {})]) for one in (adafactor_leg, came_leg)),
-        (galore_leg, [(2, TENSOR[0]), (1, {})]),
-        (muon_leg, [(2, {}), (1, ZERO[0])]),
+        *((name, [(2, TENSOR[0]), (4, PIPELINE[1]), (1, {})]) for name in ("lamb", "lars")),
+        *((name, [(2, PIPELINE[0]), (1, {})]) for name in ("adafactor_hf", "came")),
+        ("galore_8bit", [(2, TENSOR[0]), (1, {})]),
+        ("muon", [(2, {}), (1, ZERO[0])]),
     ],
 )
 def test_state_of_zero_3_goes_on_through_other_specs(
-    one: Callable[..., Any], legs: list[tuple[int, dict[str, Any]]], tmp_path: Path
+    name: str, legs: list[tuple[int, dict[str, Any]]], tmp_path: Path
 ) -> None:
-    relay([(4, ZERO[2]), *legs], one, tmp_path)
+    relay([(4, ZERO[2]), *legs], leg, tmp_path, name)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("one", [lamb_leg, came_leg, muon_leg, adafactor_leg, galore_leg])
-def test_state_of_zero_3_beside_2d_goes_on_under_1d(one: Callable[..., Any], tmp_path: Path) -> None:
-    relay([(8, EIGHT[2]), (2, TENSOR[0]), (4, PIPELINE_TENSOR[0]), (1, {})], one, tmp_path)
+@pytest.mark.parametrize("name", SMALL)
+def test_state_of_zero_3_beside_2d_goes_on_under_1d(name: str, tmp_path: Path) -> None:
+    relay([(8, EIGHT[2]), (2, TENSOR[0]), (4, PIPELINE_TENSOR[0]), (1, {})], leg, tmp_path, name)
 
 
 @pytest.mark.parametrize("cls", [torch.optim.Adafactor, torch.optim.Muon])
