@@ -29,7 +29,7 @@ from meshfold.colossalai import (
 from meshfold.colossalai.plugins import Plugin
 from meshfold.engine import CheckpointError, Engine, TrainingError
 from meshfold.mesh import Mesh, SpecError, all_reduce, barrier
-from meshfold.mesh.processes import process_group
+from meshfold.mesh.processes import groups
 from meshfold.mesh.testing import ranks, run_on_ranks
 from meshfold.models import GPT, GPTConfig
 
@@ -360,7 +360,7 @@ def test_several_backwards_before_a_step() -> None:
 
 def write_as_colossalai(folder: Path, state: dict[str, torch.Tensor]) -> None:
     """What its ``save_model(..., shard=True)`` writes by default: shards of torch with an index; rank 0 alone."""
-    if process_group.rank_and_world_size()[0] == 0:
+    if groups.rank_and_world_size()[0] == 0:
         folder.mkdir()
         where = {name: f"pytorch_model-{1 + i % 2:05}.bin" for i, name in enumerate(state)}
         for file in set(where.values()):
@@ -422,7 +422,7 @@ def test_a_pretrained_model_that_is_made_in_a_lazy_context(tmp_path: Path) -> No
     """Its weights are real then, and its rotary tables, which are in no file, still to be made."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    if process_group.rank_and_world_size()[0] == 0:
+    if groups.rank_and_world_size()[0] == 0:
         torch.manual_seed(1)
         sizes = dict(vocab_size=VOCABULARY, hidden_size=32, intermediate_size=32, num_hidden_layers=1)
         LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4)).save_pretrained(tmp_path)

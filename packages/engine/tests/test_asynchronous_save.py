@@ -22,7 +22,7 @@ from meshfold.engine import CheckpointError, Engine
 from meshfold.engine.checkpoints import saving
 from meshfold.engine.checkpoints.checkpoint import Checkpoint
 from meshfold.engine.checkpoints.rank_file import RankFile
-from meshfold.mesh.processes import process_group
+from meshfold.mesh.processes import groups
 from meshfold.mesh.processes.rendezvous import Address
 from meshfold.mesh.testing import run_on_ranks
 from meshfold.models import GPT, GPTConfig, Llama, LlamaConfig
@@ -479,7 +479,7 @@ def test_a_rank_that_has_ended_is_not_waited_for(tmp_path: Path, monkeypatch: py
     ended = subprocess.Popen(["true"])
     ended.wait()
     gone = replace(Address.own(), pid=ended.pid)
-    monkeypatch.setattr(process_group, "_addresses", {0: Address.own(), 1: gone})
+    monkeypatch.setattr(groups, "addresses", {0: Address.own(), 1: gone})
     began = time.monotonic()
     with pytest.raises(CheckpointError, match="rank 1 exited before it had written its part"):
         saving._complete(tmp_path, tmp_path / "checkpoint", {"model": {}}, {}, None, ranks=2)

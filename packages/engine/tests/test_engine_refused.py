@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from meshfold.engine import Engine
 from meshfold.mesh import CollectiveError, SpecError, all_reduce
-from meshfold.mesh.processes import process_group
+from meshfold.mesh.processes import groups
 from meshfold.mesh.recording import flight_recorder
 from meshfold.mesh.testing import close_pools, ranks, run_on_ranks
 from meshfold.mesh.watchdog import diagnosis
@@ -98,7 +98,7 @@ def test_a_model_whose_attention_is_refused_is_as_it_was() -> None:
 def one_is_refused(make: Callable[..., Engine]) -> tuple[str, float]:
     """What a rank ends with where the last one's scheduler is wrong."""
     diagnosis._BEAT_S = 0.1  # of this pool's ranks, which end after the test
-    rank, _ = process_group.rank_and_world_size()
+    rank, _ = groups.rank_and_world_size()
     scheduler = absent if rank == 1 else None
     began = time.monotonic()
     try:

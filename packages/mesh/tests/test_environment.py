@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshfold.mesh.errors import LaunchError
-from meshfold.mesh.processes import process_group
+from meshfold.mesh.processes import groups, process_group
 from meshfold.mesh.processes.environment import Environment, expand_nodes
 
 TORCHRUN = {
@@ -170,7 +170,7 @@ def test_any_text_is_a_node_list_or_an_error(text: str) -> None:
 def test_a_single_process_starts_a_world_of_one_without_a_port(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in TORCHRUN:
         monkeypatch.delenv(name, raising=False)
-    assert not process_group.is_started()
+    assert not groups.is_started()
     with process_group.start(device="cpu") as process:
         assert (process.rank, process.world_size, process.backend, str(process.device)) == (
             0,
@@ -178,15 +178,15 @@ def test_a_single_process_starts_a_world_of_one_without_a_port(monkeypatch: pyte
             "gloo",
             "cpu",
         )
-        assert process_group.is_started()
+        assert groups.is_started()
         again = process_group.start(device="cpu")
         again.close()  # it did not begin the process group, so it does not end it
-        assert process_group.is_started()
+        assert groups.is_started()
         with pytest.raises(LaunchError, match="'nccl' was asked for"):
             process_group.start(backend="nccl")
         with pytest.raises(LaunchError, match="already running"):
             process_group.start_fake(4)
-    assert not process_group.is_started()
+    assert not groups.is_started()
     process.close()
 
 
@@ -200,4 +200,4 @@ def test_a_process_that_cannot_start_says_why() -> None:
     )
     with pytest.raises(LaunchError, match=r"rank 1 of 2 could not start gloo at 127\.0\.0\.1:1: "):
         process_group.start(nowhere, device="cpu", timeout=0.5)
-    assert not process_group.is_started()
+    assert not groups.is_started()

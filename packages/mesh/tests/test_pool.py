@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist  # what runs in the ranks below talks to it directly: the pool is what is tested
 
 from meshfold.mesh.errors import LaunchError
-from meshfold.mesh.processes import process_group
+from meshfold.mesh.processes import groups
 from meshfold.mesh.testing import RankFailure, fake_world, ranks, run_on_ranks
 
 
@@ -96,7 +96,7 @@ def return_function() -> Callable[[], int]:
 
 def open_groups(times: int) -> int:
     for number in range(times):
-        process_group.new_group([0, 1], f"piled up {number}")
+        groups.new_group([0, 1], f"piled up {number}")
     return os.getpid()
 
 
@@ -105,9 +105,9 @@ def reopen(times: int) -> float:
     rank, x = dist.get_rank(), torch.ones(1)
     for number in range(times):
         if rank == 0 and number % 2:
-            process_group.new_group([0], f"reopen alone {number}")
+            groups.new_group([0], f"reopen alone {number}")
         pair = [rank & ~1, rank | 1]
-        group = process_group.new_group(pair, f"reopen {pair} {number}")
+        group = groups.new_group(pair, f"reopen {pair} {number}")
         assert dist.get_process_group_ranks(group) == pair
         dist.all_reduce(x, group=group)
         functional = torch.ops._c10d_functional
@@ -342,11 +342,11 @@ def test_a_fake_world_of_512_ranks_with_many_groups() -> None:
     with fake_world(512, rank=37) as process:
         assert (process.rank, process.world_size, process.backend) == (37, 512, "fake")
         for number in range(64):
-            group = process_group.new_group([37, 37 + number + 1], f"fake {number}")
+            group = groups.new_group([37, 37 + number + 1], f"fake {number}")
             assert group.size() == 2
         x = torch.ones(4)
         dist.all_reduce(x, group=dist.new_group(list(range(1, 512, 2))))
-    assert not process_group.is_started()
+    assert not groups.is_started()
     assert time.monotonic() - begin < 100
     with pytest.raises(LaunchError, match="rank 4 is outside a fake world of 4"), fake_world(4, rank=4):
         pass

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from meshfold.mesh import CollectiveError, LaunchError, Mesh, all_gather, all_reduce, receive, send
 from meshfold.mesh.group import Group
-from meshfold.mesh.processes import process_group
+from meshfold.mesh.processes import groups
 from meshfold.mesh.processes.environment import watchdog_settings
 from meshfold.mesh.recording import flight_recorder
 from meshfold.mesh.recording.flight_recorder import Call, FlightRecorder
@@ -114,15 +114,15 @@ def test_calls_are_counted_and_watched_only_while_somebody_watches() -> None:
 @ranks(2)
 def test_the_newest_open_watch_limits_groups_and_the_last_one_closed_puts_their_limits_back(first: int) -> None:
     world = dist.group.WORLD
-    before = process_group._limit_of(world)
+    before = groups._limit_of(world)
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=77), world)
     try:
         watches = [watch(30.0), watch(20.0, compare=True)]
-        assert process_group._limit_of(world) == timedelta(seconds=20)
+        assert groups._limit_of(world) == timedelta(seconds=20)
         watches[first].close()
-        assert process_group._limit_of(world) == timedelta(seconds=(20, 30)[first])
+        assert groups._limit_of(world) == timedelta(seconds=(20, 30)[first])
         watches[1 - first].close()
-        assert process_group._limit_of(world) == timedelta(seconds=77)
+        assert groups._limit_of(world) == timedelta(seconds=77)
     finally:
         dist.distributed_c10d._set_pg_timeout(before, world)  # the ranks serve other tests
 

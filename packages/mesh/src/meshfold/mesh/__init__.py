@@ -40,8 +40,9 @@ from meshfold.mesh.parameters.grad_norm import clip_gradient_values, clip_gradie
 from meshfold.mesh.parameters.parameter_meta import ParameterMeta, annotate, metadata
 from meshfold.mesh.placement import Part, Placement, Rectangle
 from meshfold.mesh.processes.environment import Environment
+from meshfold.mesh.processes.groups import is_started
 from meshfold.mesh.processes.launcher import launch
-from meshfold.mesh.processes.process_group import Process, is_started, start
+from meshfold.mesh.processes.process_group import Process, start
 from meshfold.mesh.random.dropout import checkpoint_contexts, current_dropout_stream, dropout_stream
 from meshfold.mesh.random.numbers import key_of
 from meshfold.mesh.recording.comm_log import Entry, Log, moved_bytes, record

@@ -82,9 +82,9 @@ class Mesh:
         """This process's rank in the mesh."""
         if self._given_rank is not None:
             return self._given_rank
-        from meshfold.mesh.processes import process_group
+        from meshfold.mesh.processes import groups
 
-        world = process_group.running_world()
+        world = groups.running_world()
         if world is None:
             return 0
         if world.size != self.world_size:
@@ -152,13 +152,13 @@ class Mesh:
 
         All of its ranks must call.
         """
-        from meshfold.mesh.processes import process_group
+        from meshfold.mesh.processes import groups
 
         group = self.group(*axes)
         if group.size == 1:
             return group
-        handle = self.once(("channel", purpose, group.ranks), lambda: process_group.create_group(group.ranks, purpose))
-        return replace(group, name=process_group.group_name(handle))
+        handle = self.once(("channel", purpose, group.ranks), lambda: groups.create_group(group.ranks, purpose))
+        return replace(group, name=groups.group_name(handle))
 
     def numbers(self, *axes: str) -> tuple[int, ...]:
         """Return the index over the axes, in the order given, of each rank of this process's group, which has mesh order."""
@@ -171,10 +171,10 @@ class Mesh:
 
     def prepare(self, *axes: str) -> None:
         """Make the group along the axes now, before a forward is traced, if processes are running."""
-        from meshfold.mesh.processes import process_group
+        from meshfold.mesh.processes import groups
 
         self.size(*axes)
-        if process_group.running_world() is not None and not self._closed:
+        if groups.running_world() is not None and not self._closed:
             self.index(*axes)
             self.numbers(*axes)
 
@@ -225,11 +225,11 @@ class Mesh:
 
     def _handle(self, ranks: tuple[int, ...]) -> str:
         """Return the name of the process group of these ranks, made at the first call."""
-        from meshfold.mesh.processes import process_group
+        from meshfold.mesh.processes import groups
 
         if ranks not in self._handles:
-            self._handles[ranks] = process_group.create_group(ranks)
-        return process_group.group_name(self._handles[ranks])
+            self._handles[ranks] = groups.create_group(ranks)
+        return groups.group_name(self._handles[ranks])
 
     def _candidates(self, at: Mapping[str, int], axes: tuple[str, ...]) -> list[int]:
         """Return the ranks that agree with ``at`` on every axis not in ``axes``, ascending."""

@@ -17,7 +17,7 @@ MOVED = {
     "documents": "model_io.labels",
     "environment": "processes.environment",
     "first_values": "initialization.parameter_values",
-    "groups": "processes.process_group",
+    "groups": "processes.groups",
     "names": "parameters.parameter_meta",
     "norms": "parameters.grad_norm",
     "primitives": "collectives.primitives",

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map_only
 from meshfold.mesh.collectives.wide_copies import wide_contiguous
 from meshfold.mesh.errors import CollectiveError, LaunchError
 from meshfold.mesh.mesh import Mesh
-from meshfold.mesh.processes import process_group
+from meshfold.mesh.processes import groups
 from meshfold.mesh.recording import flight_recorder
 from meshfold.mesh.recording.flight_recorder import Call, shortened
 from meshfold.mesh.recording.program_line import own_line
@@ -220,15 +220,13 @@ def meet_to_read(what: str, ranks: tuple[int, ...]) -> None:
     global _of_world
     if len(ranks) == 1:
         return
-    if _of_world is not process_group.world_key():
+    if _of_world is not groups.world_key():
         _times.clear()
-        _of_world = process_group.world_key()
+        _of_world = groups.world_key()
     before, name = _times.get((what, ranks), 0), f"{what}/{'-'.join(map(str, ranks))}"
     try:
-        with flight_recorder.meeting(
-            f"a meeting to read {what}", ranks, process_group.rank_and_world_size()[0], name
-        ) as call:
-            process_group.meet_members(
+        with flight_recorder.meeting(f"a meeting to read {what}", ranks, groups.rank_and_world_size()[0], name) as call:
+            groups.meet_members(
                 ranks, f"{name}/{before + 1}", lambda: _look(call), f"{name}/{before}" if before else ""
             )
     except (CollectiveError, LaunchError) as error:

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 from meshfold.mesh.processes._bootstrap import STOPPED_CODE, refusal_sentence, run_program
 from meshfold.mesh.processes.environment import Environment, watchdog_settings
-from meshfold.mesh.processes.host_numbers import start_largest
-from meshfold.mesh.processes.launcher import launch, launch_node
-from meshfold.mesh.processes.process_group import (
-    DEFAULT_TIMEOUT,
-    Process,
+from meshfold.mesh.processes.groups import (
     RunningWorld,
     create_group,
     ended_ranks,
@@ -17,9 +13,10 @@ from meshfold.mesh.processes.process_group import (
     is_simulated,
     is_started,
     running_world,
-    start,
-    start_fake,
 )
+from meshfold.mesh.processes.host_numbers import start_largest
+from meshfold.mesh.processes.launcher import launch, launch_node
+from meshfold.mesh.processes.process_group import DEFAULT_TIMEOUT, Process, start, start_fake
 
 __all__ = [
     "DEFAULT_TIMEOUT",

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from meshfold.mesh.group import Group
-from meshfold.mesh.processes import process_group
+from meshfold.mesh.processes import groups
 from meshfold.mesh.recording import comm_log, flight_recorder
 
 
@@ -27,13 +27,13 @@ def start_largest(number: int, group: Group) -> Callable[[], int]:
         return lambda: number
     if comm_log._active:
         comm_log.note("all_reduce", group.axes, group.size, 8)
-    if process_group.is_simulated():
+    if groups.is_simulated():
         return lambda: number
-    handle = process_group.host_group(group.ranks)
+    handle = groups.host_group(group.ranks)
     said = torch.tensor([number], dtype=torch.int64, device="cpu")
     call = None
     if flight_recorder.active is not None:
-        told = replace(group, name=process_group.group_name(handle))
+        told = replace(group, name=groups.group_name(handle))
         call = flight_recorder.active.enter("all_reduce", told, said, "max", None, now=False)
     work = dist.all_reduce(said, dist.ReduceOp.MAX, group=handle, async_op=True)
 

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from meshfold.mesh.processes import process_group, rendezvous
+from meshfold.mesh.processes import groups, process_group, rendezvous
 from meshfold.mesh.processes.environment import Environment
 from meshfold.mesh.testing.fork_server import worth_preloading
 
@@ -73,7 +73,7 @@ class Answer:
     summary: str = ""
     traceback: str = ""
     time: float = field(default_factory=time.monotonic)
-    groups: int = field(default_factory=process_group.group_count)
+    groups: int = field(default_factory=groups.group_count)
     imported: tuple[str, ...] = ()
 
 

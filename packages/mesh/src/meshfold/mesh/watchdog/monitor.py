@@ -27,7 +27,7 @@ from datetime import timedelta
 from typing import Any, NoReturn
 
 from meshfold.mesh.errors import CollectiveError
-from meshfold.mesh.processes import process_group
+from meshfold.mesh.processes import groups
 from meshfold.mesh.processes.environment import watchdog_settings
 from meshfold.mesh.recording import flight_recorder
 from meshfold.mesh.recording.flight_recorder import Call, FlightRecorder
@@ -81,7 +81,7 @@ class Watchdog:
         self._diagnosis.limit_s, self.comparing = limit_s, compare
         flight_recorder.limit = timedelta(seconds=limit_s)
         self._checks.set_timeout(flight_recorder.limit)
-        process_group.limit_groups(flight_recorder.limit)
+        groups.limit_groups(flight_recorder.limit)
 
     # -- what collectives call -------------------------------------------------------------------------------------
 
@@ -190,7 +190,7 @@ class Watchdog:
         if failure is None:
             return
         if call.event is None:
-            process_group.break_off()
+            groups.break_off()
         else:
             self._give_up(failure.message_for(self.rank, call), FAILED_CODE)
 
@@ -282,7 +282,7 @@ class Watch:
             watchdog.set_limit(newest._limit_s, newest._compare)
         else:
             flight_recorder.active = flight_recorder.limit = None
-            process_group.limit_groups(None)
+            groups.limit_groups(None)
 
 
 def watch(limit_s: float, *, compare: bool = False) -> Watch:
@@ -295,12 +295,12 @@ def watch(limit_s: float, *, compare: bool = False) -> Watch:
         compare: compare every collective between its ranks before it runs (slow: for finding a fault).
     """
     global _running
-    key = process_group.world_key()
+    key = groups.world_key()
     if limit_s <= 0 and not compare:
         return Watch(None)
     if _running is None or _running[0] is not key:
-        store = process_group.own_store()
+        store = groups.own_store()
         if store is None:
             return Watch(None)
-        _running = (key, Watchdog(*process_group.rank_and_world_size(), store, process_group.own_store()))
+        _running = (key, Watchdog(*groups.rank_and_world_size(), store, groups.own_store()))
     return Watch(_running[1], limit_s or DEFAULT_LIMIT_S, compare)

@@ -14,7 +14,7 @@ from meshfold.mesh.collectives.push.channel import Channel
 from meshfold.mesh.collectives.push.transport import FLAG_BYTES, MOST_RANKS, Transport
 from meshfold.mesh.errors import MeshfoldError
 from meshfold.mesh.group import Group
-from meshfold.mesh.processes import process_group
+from meshfold.mesh.processes import groups
 from meshfold.mesh.recording import flight_recorder
 from meshfold.mesh.recording.comm_log import unrecorded
 
@@ -67,17 +67,17 @@ def channel_bytes(reaches: Callable[[tuple[int, ...]], bool] | None = None) -> i
         reaches: in a simulated world: tells from the ranks of a group whether they would reach each other's memory. The channels
             that were asked for count as opened if so.
     """
-    if _made_in is None or _made_in is not process_group.world_key():
+    if _made_in is None or _made_in is not groups.world_key():
         return 0
     total = 0
     for (name, _, slot_bytes, _), found in _channels.items():
-        would = process_group.is_simulated() and reaches is not None and reaches(_ranks[name])
+        would = groups.is_simulated() and reaches is not None and reaches(_ranks[name])
         total += bytes_of_channel(slot_bytes) * (would or isinstance(found, Channel))
     return total
 
 
 def _find(group: Group, device: torch.device, block_bytes: int | None) -> Channel | str:
-    world = process_group.world_key()
+    world = groups.world_key()
     global _made_in
     if _made_in is not world:
         _channels.clear()
@@ -136,7 +136,7 @@ def open_together(group: Group, device: torch.device, what: str, make: Callable[
 
 def _unsuited(group: Group) -> str:
     """Return why no group of this kind pushes, without asking its other ranks."""
-    if process_group.is_simulated():
+    if groups.is_simulated():
         return "the ranks are simulated"
     if group.size > MOST_RANKS:
         return f"a channel has flags for {MOST_RANKS} ranks, and the group has {group.size}"

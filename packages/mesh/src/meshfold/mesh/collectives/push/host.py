@@ -23,7 +23,7 @@ from meshfold.mesh.collectives.operations import all_gather_object, barrier
 from meshfold.mesh.collectives.push import epochs
 from meshfold.mesh.collectives.push.transport import FLAG_BYTES, Stream
 from meshfold.mesh.group import Group
-from meshfold.mesh.processes import process_group
+from meshfold.mesh.processes import groups
 
 _CPU = torch.device("cpu")
 _SPINS = 200  # looks at a flag before the process sleeps between them
@@ -84,13 +84,13 @@ class HostTransport:
             RuntimeError: if it is not raised in time.
         """
         flags, looks = self._flags[self.index], 0
-        end = time.monotonic() + process_group.call_limit().total_seconds()
+        end = time.monotonic() + groups.call_limit().total_seconds()
         while not epochs.is_reached(flags[place], number):
             looks += 1
             if looks < _SPINS:
                 continue
             time.sleep(5e-5)
-            if process_group.is_broken_off() or time.monotonic() > end:
+            if groups.is_broken_off() or time.monotonic() > end:
                 rank = self._group.ranks[place % self.size]
                 what = "written its block of" if place < self.size else "read"
                 raise RuntimeError(

@@ -10,7 +10,7 @@ from meshfold.mesh.collectives.operations import barrier
 from meshfold.mesh.collectives.push.channels import open_together
 from meshfold.mesh.collectives.push.gpu import map_memory
 from meshfold.mesh.group import Group
-from meshfold.mesh.processes import process_group
+from meshfold.mesh.processes import groups
 
 _memories: dict[tuple[str, str, int], PeerMemory | str] = {}
 _made_in: Any = None  # the world of the memories
@@ -61,7 +61,7 @@ def peer_memory(group: Group, purpose: str, length: int, device: torch.device) -
         length: bytes.
         device: of this rank.
     """
-    world = process_group.world_key()
+    world = groups.world_key()
     global _made_in
     if _made_in is not world:
         _memories.clear()
