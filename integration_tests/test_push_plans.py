@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from fractions import Fraction
@@ -119,4 +120,12 @@ def test_channels_take_room_under_a_limit_and_none_on_several_machines() -> None
     assert far.plan is not None and far.plan.limits.gpu_bytes == 2**30
     assert (near.memory.channels, far.memory.channels) == (bytes_of_channel(), 0)
     tight = planned({**spec, "zero": {**spec["zero"], "gpu_memory_limit": 2**26}}, "bf16", 1)
-    assert tight.refusal
+    found = re.search(r"its limit has to be at least ([\d,]+) bytes", tight.refusal)
+    assert found is not None
+    least = int(found[1].replace(",", ""))
+    assert least > bytes_of_channel()
+    limits = [
+        planned({**spec, "zero": {**spec["zero"], "gpu_memory_limit": limit}}, "bf16", 1)
+        for limit in (least, least - 1)
+    ]
+    assert [bool(one.refusal) for one in limits] == [False, True]

@@ -16,11 +16,12 @@ from torch import Tensor
 
 from meshfold.engine import Engine
 from meshfold.engine.zero.measured_plans import InFlight, MeasuredPlans, workload_in_flight
+from meshfold.engine.zero.stage_refusals import Refused, refusal_of_stages
 from meshfold.engine.zero.states import ZeroStates
 from meshfold.mesh.testing import ranks, run_on_ranks
 from meshfold.zero_gemini import Gemini, MemoryPlanError
 from meshfold.zero_gemini.chunks import parameter_table as members
-from meshfold.zero_gemini.planner import REGIMES, Machine, Workload
+from meshfold.zero_gemini.planner import REGIMES, DoesNotFit, Machine, Workload
 from meshfold.zero_gemini.planner.memory import layer_bytes
 from meshfold.zero_gemini.profiler import ChunkUse, Trace, TracedLayer, TracedTimestep, workload_of
 
@@ -149,9 +150,30 @@ def test_blocks_keep_their_activations_where_they_fit() -> None:
 @ranks(4)
 def test_what_no_plan_can_keep_stops_all_stages() -> None:
     given = batches(3)
-    refused = pytest.raises(MemoryPlanError, match=r"rank \d of the pipeline")
-    with made(staged(gpu_memory_limit="140KiB"), "dropping") as engine, refused:
+    with (
+        made(staged(gpu_memory_limit="140KiB"), "dropping") as engine,
+        pytest.raises(MemoryPlanError, match=r"rank \d of the pipeline") as refused,
+    ):
         train(engine, given)
+    # The least that it names is enough for every stage: the least of one alone need not be.
+    least = refused.value.minimum_gpu_bytes  # type: ignore[attr-defined]
+    assert least > 140 * 2**10
+    with made(staged(gpu_memory_limit=least), "dropping") as engine:
+        train(engine, given)
+
+
+def test_refusals_of_stages_name_what_is_enough_for_all() -> None:
+    def refused(rank: int, gpu: int | None, host: int | None = 5) -> Refused:
+        return Refused.of(DoesNotFit(f"needs {gpu}", gpu=gpu, host=host, binds="gpu"), rank)
+
+    found = refusal_of_stages([refused(0, 70), refused(1, 90), refused(1, 90), refused(3, 80, 9)])
+    assert isinstance(found, DoesNotFit) and (found.minimum_gpu_bytes, found.minimum_host_bytes) == (90, 9)
+    assert str(found) == "rank 1 of the pipeline: needs 90 Ranks 0, 3 of the pipeline refused too, and need no more."
+    hopeless = refusal_of_stages([refused(0, 70), refused(2, None, None)])
+    assert isinstance(hopeless, DoesNotFit) and hopeless.minimum_gpu_bytes is hopeless.minimum_host_bytes is None
+    assert str(hopeless) == "rank 2 of the pipeline: needs None Rank 0 of the pipeline refused too."
+    other = refusal_of_stages([Refused.of(MemoryPlanError("no"), 1)])
+    assert type(other) is MemoryPlanError and str(other) == "rank 1 of the pipeline: no"
 
 
 @ranks(4)

@@ -26,7 +26,7 @@ from meshfold.kernels import Fp8Weight
 from meshfold.mesh import Entry, Log, Mesh, record
 from meshfold.mesh.collectives.push import bytes_of_channel, channel_bytes, pushes
 from meshfold.mesh.model_io import DryRun, OperatorCounter
-from meshfold.mesh.spec import ZeroSpec
+from meshfold.mesh.spec import ZeroSpec, format_bytes
 from meshfold.planner.clock import Work, kernels_of, operator_seconds
 from meshfold.planner.collected_gradients import moved_bytes, taking
 from meshfold.planner.estimate_settings import EstimateSettings
@@ -34,7 +34,7 @@ from meshfold.planner.estimates import MOMENTS, Memory, StepEstimate
 from meshfold.planner.machines import Machine
 from meshfold.planner.step_bytes import allocation_bytes, fixed_bytes
 from meshfold.zero_gemini import MemoryPlanError, slot_alignment
-from meshfold.zero_gemini.planner import Limits, Plan, Regime, Workload, gather_windows, timeline
+from meshfold.zero_gemini.planner import DoesNotFit, Limits, Plan, Regime, Workload, gather_windows, timeline
 from meshfold.zero_gemini.planner import Machine as Rates
 from meshfold.zero_gemini.profiler import (
     ChunkUse,
@@ -144,8 +144,18 @@ def fit(spec: ZeroSpec, workload: Workload, rates: Rates, channels: int) -> tupl
         plenty = 2**60
         roomy = replace(rates, gpu_bytes=plenty, host_bytes=plenty, disk_bytes=plenty)
         anywhere = plan_for(replace(spec, placement="cuda", offload_path=None), workload, roomy, Limits())
-        return None, str(error), replace(memory_of(anywhere), channels=channels)
+        return None, _with_channels(error, channels), replace(memory_of(anywhere), channels=channels)
     return found, "", replace(memory_of(found), channels=channels)
+
+
+def _with_channels(error: MemoryPlanError, channels: int) -> str:
+    """Return a refusal's text, which also says what the limit of a device has to be with the bytes of push channels."""
+    if not channels or not isinstance(error, DoesNotFit) or error.minimum_gpu_bytes is None:
+        return str(error)
+    return (
+        f"{error} Push channels take another {format_bytes(channels)} of the GPU: with host and disk as they are its limit has to "
+        f"be at least {error.minimum_gpu_bytes + channels:,} bytes."
+    )
 
 
 def pushed_on(machine: Machine, mesh: Mesh, transport: str) -> Callable[[tuple[str, ...], int], bool]:

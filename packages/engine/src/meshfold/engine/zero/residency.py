@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from enum import Enum
 from statistics import median
 
@@ -29,6 +29,7 @@ from meshfold.engine.zero.memory import (
     largest_output,
     shortage_remedy,
 )
+from meshfold.engine.zero.stage_refusals import Refused, refusal_of_stages
 from meshfold.engine.zero.watching import Measured, Watcher, typical_timings
 from meshfold.mesh.collectives import all_gather_object
 from meshfold.mesh.spec import ZeroSpec
@@ -352,14 +353,14 @@ class Residency:
             self._make_do(refusal)
 
     def _raise_on_all_stages(self, refusal: MemoryPlanError | None) -> None:
-        """Raise a stage's refusal on all stages of a pipeline. All ranks must call."""
+        """Raise the refusals of a pipeline's stages on all of them, with the least that is enough for all. All ranks must call."""
         world = self._world
         if not world.pipelined or self._can_make_do:
             return
-        mine = None if refusal is None else f"rank {world.mesh.index(PIPE)} of the pipeline: {refusal}"
-        refusals = [one for one in all_gather_object(mine, world.everyone, world.device) if one is not None]
-        if refusals:
-            raise MemoryPlanError(refusals[0]) from refusal
+        mine = None if refusal is None else asdict(Refused.of(refusal, world.mesh.index(PIPE)))
+        refused = [one for one in all_gather_object(mine, world.everyone, world.device) if one is not None]
+        if refused:
+            raise refusal_of_stages([Refused(**one) for one in refused]) from refusal
 
     def _carry_out(self, plan: Plan) -> None:
         """Move chunks to the plan's placements and set which blocks keep their activations."""
