@@ -315,14 +315,17 @@ def test_matrices(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SMALL)
 def test_every_optimizer_under_every_spec(name: str) -> None:
-    """Ten steps, of tied weights too. Not of Lion: it takes signs of key biases' gradients, which are zero but for rounding."""
+    """Ten steps, of tied weights too, less exactly: the gradients of key biases there are zero but for rounding.
+
+    Not of Lion, which takes their signs.
+    """
     specs = [{}, *ZERO, *HOST, *TENSOR, *TENSOR_ZERO, *PIPELINE, *PIPELINE_TENSOR]
     specs += [dict(sequence=dict(mode="ring", size=2), zero=dict(stage=zero)) for zero in (1, 3)]
     specs += [dict(pipeline=2, zero=dict(stage=3)), dict(tensor=dict(mode="2d", size=4), zero=dict(stage=2))]
     compare(4, cases(name, "llama", specs), batches(STEPS), steps_alone, exact(name))
     if name != "lion":
         tied = [TENSOR[2], ZERO[2], *PIPELINE, *PIPELINE_TENSOR]
-        compare(4, cases(name, "tied", tied), batches(STEPS), steps_alone, exact(name))
+        compare(4, cases(name, "tied", tied), batches(STEPS), steps_alone)
     compare(8, cases(name, "llama", EIGHT), batches(STEPS), steps_alone, exact(name))
 
 
