@@ -198,6 +198,18 @@ def test_a_run_goes_on_under_any_expert_size_and_none(tmp_path: Path, stage: int
     assert resume({}, path) == pytest.approx(wanted, rel=1e-9)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_run_over_eight_ranks_goes_on_under_every_expert_size(tmp_path: Path, stage: int) -> None:
+    path, shared = str(tmp_path / "run"), {} if stage == 0 else dict(zero=zero(stage))
+    wanted = run_on_ranks(8, save, dict(data=4, tensor=2, expert=8, **shared), path)[0]
+    for size, other in product(
+        (1, 2, 4, 8), (dict(data=8, zero=zero(2)), dict(data=2, tensor=4), dict(data=4, tensor=2))
+    ):
+        parallel: dict[str, Any] = dict(**other, expert=size)
+        assert run_on_ranks(8, resume, parallel, path)[0] == pytest.approx(wanted, rel=1e-9), parallel
+
+
 # -- refusals -----------------------------------------------------------------------------------------------------------
 
 

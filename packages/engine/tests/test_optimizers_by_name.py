@@ -270,10 +270,11 @@ ONCE: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(
-    "specs",
+    ("count", "specs"),
     [
-        ONCE,
+        (4, ONCE),
         pytest.param(
+            4,
             [
                 *(("llama", spec) for spec in (*TENSOR, *TENSOR_ZERO, *ZERO, *HOST, *PIPELINE, *PIPELINE_TENSOR)),
                 ("llama", dict(data=4)),
@@ -285,13 +286,14 @@ ONCE: list[tuple[str, dict[str, Any]]] = [
             ],
             marks=slow,
         ),
+        pytest.param(8, [("llama", spec) for spec in EIGHT], marks=slow),
     ],
-    ids=["some", "all"],
+    ids=["some", "all", "eight"],
 )
-def test_each_matrix_is_orthogonalised_by_one_rank(specs: list[tuple[str, dict[str, Any]]]) -> None:
+def test_each_matrix_is_orthogonalised_by_one_rank(count: int, specs: list[tuple[str, dict[str, Any]]]) -> None:
     """Those of experts too, of which several ranks have copies."""
     alone = {"llama": 4 * 4, "experts": orthogonalised([("experts", {})])[0]}
-    by_rank = run_on_ranks(4, orthogonalised, specs)
+    by_rank = run_on_ranks(count, orthogonalised, specs)
     for (model, spec), counts in zip(specs, zip(*by_rank, strict=True), strict=True):
         assert sum(counts) == alone[model], (model, spec, counts)
 
