@@ -26,7 +26,7 @@ from meshfold.engine.checkpoints import rank_file
 from meshfold.engine.checkpoints.checkpoint import Checkpoint
 from meshfold.engine.checkpoints.rank_file import FilePlan
 from meshfold.engine.checkpoints.saving import BackgroundSave
-from meshfold.engine.states.replicated import Source
+from meshfold.engine.states.protocols import Source
 from meshfold.models import GPT, GPTConfig
 
 

@@ -22,7 +22,7 @@ from meshfold.engine.model.checks import KnownParameters
 from meshfold.engine.model.mask_choice import makes_masks, positions_of_the_model
 from meshfold.engine.model.pipelined_model import PipelinedModel
 from meshfold.engine.precision import Precision
-from meshfold.engine.states.replicated import States
+from meshfold.engine.states.protocols import States
 from meshfold.engine.world import World
 from meshfold.kernels.fuse import DeferredLogits
 from meshfold.mesh import SpecError

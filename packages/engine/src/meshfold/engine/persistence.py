@@ -17,7 +17,7 @@ from meshfold.checkpoint.state import FORMAT_SHARDED, split_extra_state
 from meshfold.engine.checkpoints.checkpoint import MODEL_FILE, OPTIMIZER_FILE, Checkpoint, write_checkpoint
 from meshfold.engine.checkpoints.model_state import describe_model, with_plain_names
 from meshfold.engine.states.optimizer_state import check_shapes
-from meshfold.engine.states.replicated import Source, Sources
+from meshfold.engine.states.protocols import Source, Sources
 from meshfold.engine.world import fail_together
 from meshfold.mesh import all_reduce
 

@@ -16,7 +16,7 @@ from meshfold.engine.model.compile_blocks import CompileSettings
 from meshfold.engine.model.fused_kernels import check_kernels
 from meshfold.engine.optimizers import Factory, optimizer_factory
 from meshfold.engine.precision import Precision
-from meshfold.engine.states.replicated import States
+from meshfold.engine.states.protocols import States
 from meshfold.engine.world import check_watchdog, has_tensor, has_zero
 from meshfold.mesh import ParallelSpec, SpecError
 from meshfold.mesh.spec import argument_checks as settings

@@ -29,7 +29,8 @@ from meshfold.engine.model.weight_source import Loaded
 from meshfold.engine.optimizers import of_any_stage
 from meshfold.engine.optimizers.roles import note_roles, pass_roles_on
 from meshfold.engine.precision import Masters, Precision, cast_rest, other_dtypes
-from meshfold.engine.states.replicated import PlainStates, States
+from meshfold.engine.states.protocols import States
+from meshfold.engine.states.replicated import PlainStates
 from meshfold.engine.world import World
 from meshfold.mesh import LayoutError, SpecError, annotate
 from meshfold.mesh.initialization import (

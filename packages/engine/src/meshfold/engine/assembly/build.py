@@ -26,7 +26,7 @@ from meshfold.engine.model.recompute import RecomputedBlocks
 from meshfold.engine.optimizers import StepGuard, scheduler_of
 from meshfold.engine.sequence import split_sequence
 from meshfold.engine.sequence.checks import check_given
-from meshfold.engine.states.replicated import States
+from meshfold.engine.states.protocols import States
 from meshfold.engine.world import World, join_world, watch_over
 from meshfold.kernels.fuse import FusedModel, fuse
 from meshfold.mesh import ParallelSpec

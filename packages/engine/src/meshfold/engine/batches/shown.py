@@ -97,7 +97,7 @@ _IN_STAGES: dict[tuple[str, ...], str] = {
 
 
 class _Explains(Protocol):
-    """Object that may know why a forward failed: :class:`meshfold.engine.states.replicated.States`."""
+    """Object that may know why a forward failed: :class:`meshfold.engine.states.protocols.States`."""
 
     def explain(self, error: BaseException) -> None:
         """Add a note to the error, if it does."""

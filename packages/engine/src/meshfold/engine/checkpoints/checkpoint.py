@@ -59,7 +59,7 @@ from meshfold.checkpoint.tensors import (
     verify_checksums,
     writing_order,
 )
-from meshfold.engine.states.replicated import Source
+from meshfold.engine.states.protocols import Source
 from meshfold.engine.world import World, agree, fail_together
 
 MODEL_FILE, OPTIMIZER_FILE = "model.safetensors", "optimizer.safetensors"

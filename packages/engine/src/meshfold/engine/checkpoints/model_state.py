@@ -21,7 +21,7 @@ from meshfold.checkpoint.state import (
     modules_with_extra_state,
     restore_extra_state,
 )
-from meshfold.engine.states.replicated import Source, Sources, States
+from meshfold.engine.states.protocols import Source, Sources, States
 from meshfold.engine.world import World, fail_together
 from meshfold.mesh import broadcast
 from meshfold.mesh.collectives import all_gather_object

@@ -18,7 +18,7 @@ from meshfold.checkpoint.shards import ShardRule, no_shards
 from meshfold.engine.checkpoints.model_state import ModelState
 from meshfold.engine.model.pipelined_model import Inventory
 from meshfold.engine.states.optimizer_state import check_names
-from meshfold.engine.states.replicated import Source, States
+from meshfold.engine.states.protocols import Source, States
 from meshfold.engine.world import World
 from meshfold.mesh import SpecError, broadcast
 from meshfold.mesh.collectives import all_gather_object

@@ -24,7 +24,7 @@ from meshfold.checkpoint.tensors import (
     shard_file_name,
     shard_key,
 )
-from meshfold.engine.states.replicated import Source, Sources
+from meshfold.engine.states.protocols import Source, Sources
 from meshfold.engine.world import World
 from meshfold.mesh.parameters import StoredValue
 

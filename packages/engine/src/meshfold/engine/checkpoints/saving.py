@@ -48,7 +48,7 @@ from meshfold.checkpoint.staging import BackgroundCopies, CopyQueue, copy_queue
 from meshfold.checkpoint.tensors import TensorInfo, shard_file_name, shard_index_name, write_shard_index
 from meshfold.engine.checkpoints.checkpoint import begin_together
 from meshfold.engine.checkpoints.rank_file import FilePlan, RankFile
-from meshfold.engine.states.replicated import Sources
+from meshfold.engine.states.protocols import Sources
 from meshfold.engine.world import World, fail_together
 from meshfold.mesh import all_reduce
 from meshfold.mesh.processes import ended_ranks as ended_ranks

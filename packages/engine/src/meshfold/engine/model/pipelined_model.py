@@ -30,7 +30,7 @@ from meshfold.tensor_parallel import without_outer_ranks
 from meshfold.tensor_parallel.convert import row_multiple
 
 if TYPE_CHECKING:
-    from meshfold.engine.states.replicated import States
+    from meshfold.engine.states.protocols import States
     from meshfold.pipeline import Costs, Pipeline
     from meshfold.pipeline.runtime import Microbatch, Replicas
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from meshfold.engine.batches.shown import explain_failure
 from meshfold.engine.errors import TrainingError
 from meshfold.engine.precision import LossScaler
-from meshfold.engine.states.replicated import States
+from meshfold.engine.states.protocols import States
 from meshfold.engine.states.shown_gradients import ShownGradients
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from weakref import WeakMethod, finalize
 from torch import Tensor, nn
 
 from meshfold.engine.errors import TrainingError
-from meshfold.engine.states.replicated import States
+from meshfold.engine.states.protocols import States
 from meshfold.mesh.parameters import GradientProxy, metadata
 
 

@@ -25,7 +25,8 @@ from meshfold.engine.optimizers import Factory
 from meshfold.engine.precision import Precision, keeps_statistics, other_dtypes
 from meshfold.engine.states import optimizer_state
 from meshfold.engine.states.optimizer_state import put
-from meshfold.engine.states.replicated import Source, Sources, source_like
+from meshfold.engine.states.protocols import Source, Sources
+from meshfold.engine.states.replicated import source_like
 from meshfold.engine.world import PIPE, World
 from meshfold.engine.zero.gather_cache_bytes import GatherCacheBytes
 from meshfold.engine.zero.memory import is_out_of_memory
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
 
 
 class ZeroStates:
-    """See :class:`meshfold.engine.states.replicated.States`; parameters are in chunks, buffers as they were.
+    """See :class:`meshfold.engine.states.protocols.States`; parameters are in chunks, buffers as they were.
 
     Attributes:
         gemini: holds the chunks.
