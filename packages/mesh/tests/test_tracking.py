@@ -13,19 +13,9 @@ from torch.nn import functional as F
 from meshfold.mesh import LayoutError
 from meshfold.mesh.tracking import part_of_model, track_forwards, without_tracking
 from meshfold.mesh.tracking.active import activated, is_tracking_on
-from meshfold.mesh.tracking.dims import (
-    UNKNOWN,
-    Dims,
-    Factor,
-    MixesError,
-    Split,
-    block,
-    is_whole,
-    regroup,
-    whole,
-    whole_dims,
-)
+from meshfold.mesh.tracking.dims import UNKNOWN, Dims, Factor, MixesError, Split, block, is_whole, whole, whole_dims
 from meshfold.mesh.tracking.follow import Tracker
+from meshfold.mesh.tracking.reshaping import regroup
 
 SHAPE = (4, 6, 8)
 Code = Callable[[Tensor], Tensor]

@@ -25,10 +25,10 @@ from meshfold.mesh.tracking.dims import (
     is_split,
     is_whole,
     normal,
-    regroup,
     size_of,
     whole,
 )
+from meshfold.mesh.tracking.reshaping import regroup
 
 Layout = Callable[[Tensor], Dims]
 Followed = tuple[list[Tensor], Callable[[], Dims]]

@@ -19,7 +19,6 @@ from meshfold.mesh.tracking.dims import (
     axes_of,
     check_axes_once,
     chosen_by,
-    cut,
     distinct_splits,
     is_split,
     is_whole,
@@ -27,6 +26,7 @@ from meshfold.mesh.tracking.dims import (
     unknown,
     whole,
 )
+from meshfold.mesh.tracking.reshaping import cut
 
 _TAKES = "selects elements by position in"
 _BOOLS = (torch.bool, torch.uint8)

@@ -16,7 +16,6 @@ from meshfold.mesh.tracking.dims import (
     Dims,
     axes_of,
     check_axes_once,
-    cut,
     distinct_splits,
     is_counted,
     is_open,
@@ -26,6 +25,7 @@ from meshfold.mesh.tracking.dims import (
     size_of,
     whole,
 )
+from meshfold.mesh.tracking.reshaping import cut
 
 
 def reduced(call: Call) -> list[Dims]:

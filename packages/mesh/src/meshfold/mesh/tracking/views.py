@@ -14,14 +14,13 @@ from meshfold.mesh.tracking.dims import (
     MixesError,
     axes_of,
     block,
-    cut,
     is_split,
     is_whole,
     normal,
-    regroup,
     size_of,
     whole,
 )
+from meshfold.mesh.tracking.reshaping import cut, regroup
 
 
 def _view(call: Call) -> list[Dims]:
