@@ -127,9 +127,30 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             decoder_start_token_id=0,
         ),
     ),
+    "switch": (
+        "SwitchTransformersForConditionalGeneration",
+        dict(
+            vocab_size=VOCABULARY,
+            d_model=32,
+            d_kv=8,
+            d_ff=64,
+            num_layers=2,
+            num_decoder_layers=2,
+            num_sparse_encoder_layers=1,
+            num_sparse_decoder_layers=1,
+            num_heads=4,
+            num_experts=4,
+            expert_capacity=4,
+            dropout_rate=0.0,
+            router_aux_loss_coef=0.0,
+            router_z_loss_coef=0.0,
+            router_jitter_noise=0.0,
+            decoder_start_token_id=0,
+        ),
+    ),
 }
 """Class and sizes, by what the tests call them."""
-SEQ2SEQ = ("mbart", "t5")
+SEQ2SEQ = ("mbart", "t5", "switch")
 CAUSAL = (
     "opt",
     "gpt2",

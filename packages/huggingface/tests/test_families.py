@@ -56,7 +56,9 @@ def serial(folder: str, kind: str) -> tuple[float, dict[str, Tensor], dict[str, 
     with exact(kind):
         output = model(**batch_of(kind), **_no_cache(kind))
     output.loss.backward()
-    grads = {name: p.grad for name, p in model.named_parameters()}
+    grads = {
+        name: 0.0 if p.grad is None else p.grad for name, p in model.named_parameters()
+    }  # an expert without tokens
     return (
         float(output.loss.detach()),
         {"logits": output.logits.detach()},
@@ -135,6 +137,7 @@ QUICK = {
     ("mbart", "2.5d"),
     ("t5", "2d"),
     ("t5", "pipeline"),
+    ("switch", "2d"),
 }
 """Every family and every spec once or more, in `make test`."""
 
@@ -232,6 +235,7 @@ TITLES = {
     "vit": "ViT, classes of images",
     "mbart": "mBART",
     "t5": "T5",
+    "switch": "Switch Transformers",
 }
 
 

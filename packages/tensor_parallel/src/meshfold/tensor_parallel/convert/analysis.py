@@ -54,7 +54,8 @@ class Analysis:
         self.model, self.mesh, self.mode, self.rules = model, mesh, mode, rules
         self.adapted = adapted
         self.modules = dict(model.named_modules())
-        self.roles = classify(model, rules)
+        residual = mode.layout("residual")
+        self.roles = classify(model, rules, splits_stream=mesh.size(*residual["m"], *residual["h"]) > 1)
         self.vocabulary = self._vocabulary()
         self.flat = bool(getattr(model, "flat_tokens", False))
         self.heads = {
@@ -67,7 +68,7 @@ class Analysis:
         self.begins = any(self.roles.named(role) for role in ("embedding", "patch", "stem", "source")) or any(
             is_denoiser(module) for module in self.modules.values()
         )
-        residual, hidden = mode.layout("residual"), mode.layout("hidden")
+        hidden = mode.layout("hidden")
         self.by_sequences = bool(hidden["m"]) or not residual["m"]
         self.only_blocks = self.begins and not self.flat and not self.by_sequences
         self.outer = outside_blocks(mode) if self.only_blocks else mode

@@ -127,8 +127,14 @@ def _instead(pattern: str, names: list[str]) -> str:
     return meant or f" Names here end in {', '.join(filter(None, leaves))}"
 
 
-def classify(model: nn.Module, rules: Mapping[str, str]) -> Roles:
+def classify(model: nn.Module, rules: Mapping[str, str], *, splits_stream: bool = False) -> Roles:
     """Find each submodule's role.
+
+    Args:
+        model: to be split.
+        rules: a user's.
+        splits_stream: ranks have different tokens or columns of the stream: a router with experts that are modules stays whole,
+            since its code selects tokens by position.
 
     Raises:
         LayoutError: for a rule with an unknown role, without a match, or that matches another kind of module.
@@ -147,7 +153,12 @@ def classify(model: nn.Module, rules: Mapping[str, str]) -> Roles:
                 f"rule {pattern!r} gives {name!r} the role {said!r}, which is for {_KINDS[said][0]}, "
                 f"but it is {type(module).__name__}"
             )
-        role = said or denoisers.get(name) or _role(name, module, model, found.hidden)
+        role = (
+            said
+            or denoisers.get(name)
+            or _routed_role(module, splits_stream)
+            or _role(name, module, model, found.hidden)
+        )
         # Position tables keep their forward and whole modules keep everything, so nothing needs checking.
         reason = "" if role in (*WHOLE, "loss", "positions") else _refuse(module)
         if role and not reason:
@@ -211,6 +222,17 @@ def _is_mixture(module: nn.Module, hidden: int) -> bool:
         QUERY.fullmatch(name.rpartition(".")[2]) or (norm_kind(m) and norm_size(m) == hidden)
         for name, m in inside.items()
     )
+
+
+def _routed_role(module: nn.Module, splits_stream: bool) -> str:
+    """Return the role of a router with experts that are modules (Switch Transformers); empty for any other module."""
+    experts = next((child for leaf, child in module.named_children() if leaf == "experts"), None)
+    if not splits_stream or not isinstance(experts, nn.ModuleDict | nn.ModuleList) or len(experts) < 2:
+        return ""
+    children = list(experts.children())
+    alike = len({type(child) for child in children}) == 1 and any(is_linear(m) for m in children[0].modules())
+    routers = [m for child in module.children() if child is not experts for m in child.modules() if is_linear(m)]
+    return "replicate" if alike and any(features(m)[1] == len(children) for m in routers) else ""
 
 
 def _is_source(module: nn.Module, hidden: int) -> bool:
