@@ -34,6 +34,7 @@ from meshfold.planner.calibration import (
 )
 from meshfold.planner.calibration.fits import share_and_lag
 from meshfold.planner.calibration.launches import Counts, HostSeconds, _Model, counted, launches_of, with_experts
+from meshfold.planner.calibration.measure import _small_groups
 from meshfold.planner.calibration.messages import hidden_of
 from meshfold.planner.calibration.operators import calls_of, moved, operator_rates
 from meshfold.planner.calibration.samples import output_samples, side_samples
@@ -132,6 +133,29 @@ def test_a_measured_kind_takes_its_own_link_inside_a_node() -> None:
     assert machine.message_seconds("shift", 100, machine.between) == 11.0
 
 
+def test_a_small_group_takes_the_links_of_its_size() -> None:
+    """Of the smallest measured number that is no less; kinds that were not measured for it take those of the node."""
+    few = {2: {"shift": Link(latency=0.0, rate=10.0)}, 4: {"shift": Link(latency=0.0, rate=20.0)}}
+    whole = {kind: Link(latency=0.0, rate=50.0) for kind in ("shift", "all_reduce")}
+    machine = replace(H200, inside=100.0, between=5.0, collectives=whole, small_groups=few)
+    seconds = [machine.message_seconds("shift", 100, 100.0, ranks=ranks) for ranks in (0, 2, 3, 4, 8)]
+    assert seconds == [2.0, 10.0, 5.0, 5.0, 2.0]
+    assert machine.message_seconds("all_reduce", 100, 100.0, ranks=2) == 2.0
+    assert machine.message_seconds("shift", 100, 5.0, ranks=2) == pytest.approx(20.0 + machine.latency)
+
+
+@ranks(4)
+def test_four_ranks_measure_pairs_too() -> None:
+    with start() as process:
+        mesh = Mesh({"rank": 4})
+        found = _small_groups(4, mesh.group("rank"), process.device, TINY)
+        assert set(found) == {2} and {"all_reduce", "send", "exchange_rows"} < set(found[2])
+        mine = torch.tensor([link.seconds(4096.0) for link in found[2].values()], dtype=torch.float64)
+        assert torch.equal(all_reduce(mine, mesh.group("rank")), 4 * mine)  # all ranks have the same
+        assert len(found[2]["all_gather"].by_size) == len(TINY.message_bytes)
+        mesh.close()
+
+
 @pytest.mark.parametrize("name", MACHINES)
 def test_a_machine_is_read_as_it_was_written(name: str, tmp_path: Path) -> None:
     reached = Efficiency(
@@ -147,6 +171,7 @@ def test_a_machine_is_read_as_it_was_written(name: str, tmp_path: Path) -> None:
     link = Link(latency=1e-5, rate=1e9, error=0.1, by_size=((1e3, 1e-5), (1e6, 1e-3)))
     host = replace(MACHINES[name].host, stepping=1e11, moments=2e11)
     machine = replace(MACHINES[name], efficiency=reached, collectives={"all_reduce": link}, host=host)
+    machine = replace(machine, small_groups={2: {"all_reduce": link}, 4: {"shift": link}})
     file = tmp_path / "new" / "machine.json"
     write_machine(machine, file, {"what": "was measured"})
     assert find_machine(str(file)) == machine
@@ -163,6 +188,8 @@ def test_a_machine_is_read_as_it_was_written(name: str, tmp_path: Path) -> None:
         ({"flops": {"bf16": -1}}, "flops: bf16=-1 must be"),
         ({"host": 3}, "host=3 must be an object"),
         ({"kind": "tpu"}, "kind='tpu' must be 'gpu' or 'cpu'"),
+        ({"small_groups": {"two": {}}}, "small_groups={'two': {}} must map numbers of ranks"),
+        ({"small_groups": {"2": {"shift": {"latency": 0}}}}, "small_groups: 2: shift: 'rate' is missing"),
         ({"collectives": {"shift": {"latency": 0}}}, "collectives: shift: 'rate' is missing"),
         ({"collectives": {"shift": {"latency": 0, "rate": 1, "by_size": [[1, 2], [2, 1]]}}}, "seconds that never fall"),
         ({"efficiency": {"by_flop": {"bf16": [[2, 0.5], [1, 1.0]]}}}, "by_flop must have its pairs by rising FLOP"),

@@ -93,20 +93,26 @@ def test_an_operator_without_matmuls_takes_its_start_too() -> None:
         assert step_times(found, slow, "bf16").compute > step_times(found, H200, "bf16").compute
 
 
-def test_what_is_hidden_depends_on_the_kind() -> None:
-    """Shares are weighted by seconds; of kinds that were not measured it is that of all."""
-    reached = Efficiency(hidden=0.5, hidden_by_kind={"all_gather": 1.0, "reduce_scatter": 0.0})
-    assert reached.hidden_of({}) == 0.5 and reached.hidden_of({"broadcast": 2.0}) == 0.5
-    assert reached.hidden_of({"all_gather": 3.0, "reduce_scatter": 1.0}) == 0.75
+def test_what_is_hidden_depends_on_the_kind_and_on_the_link() -> None:
+    """Inside a node shares are measured by kind, elsewhere a slower link hides more of its seconds."""
+    reached = Efficiency(hidden=0.5, hidden_by_kind={"all_gather": 1.0, "reduce_scatter": 0.25})
+    machine = replace(H200, efficiency=reached, inside=100.0, between=10.0)
+    shown = [machine.shown_seconds(kind, 8.0, 100.0) for kind in ("all_gather", "reduce_scatter", "broadcast")]
+    assert shown == [0.0, 6.0, 4.0]
+    assert machine.shown_seconds("reduce_scatter", 8.0, 10.0) == pytest.approx(
+        0.6
+    )  # takes ten times as long for its bytes
     found = planned({"data": 4, "zero": {"stage": 3}})
 
-    def hidden(**shares: float) -> float:
-        machine = replace(H200, efficiency=replace(H200.efficiency, hidden_by_kind=shares))
+    def hidden(devices: int = 8, **shares: float) -> float:
+        machine = replace(H200, devices=devices, efficiency=Efficiency(hidden_by_kind=shares))
         return step_times(found, machine, "bf16").hidden
 
     none, sums, all_of_it = hidden(all_gather=0.0, reduce_scatter=0.0), hidden(all_gather=0.0), hidden()
-    assert none == 0.0 < sums < all_of_it == 1.0
-    assert step_times(planned({"data": 4}), H200, "bf16").hidden == 1.0
+    assert none == pytest.approx(0.0) and none < sums < all_of_it == 1.0
+    assert hidden(1, all_gather=0.0, reduce_scatter=0.0) == pytest.approx(1.0 - H200.between / H200.inside)
+    half = replace(H200, efficiency=Efficiency(hidden=0.5))
+    assert step_times(planned({"data": 4}), half, "bf16").hidden == pytest.approx(0.5)
 
 
 def test_operators_have_the_sides_and_names_that_are_measured() -> None:
@@ -261,16 +267,16 @@ def test_launches_are_those_of_a_phase_and_of_our_kernels() -> None:
 
 
 def test_what_compute_does_not_hide_of_data_traffic_is_on_the_clock() -> None:
-    plain, hidden = Times(compute=5.0, tensor=1.0, data=4.0, optimizer=0.5), H200.efficiency.hidden
-    assert hidden == 1.0 and plain.overlapped == 6.5
+    plain = Times(compute=5.0, tensor=1.0, data=4.0, optimizer=0.5)
+    assert plain.overlapped == 6.5
     half = replace(plain, hidden=0.5)
     assert half.overlapped == 8.5 and replace(half, data=8.0).overlapped == 8.0 + 3.0 + 0.5
     assert replace(half, hidden=0.0).overlapped == half.apart
-    on = replace(H200, efficiency=replace(H200.efficiency, hidden=0.25))
+    on, free = (replace(H200, efficiency=replace(H200.efficiency, hidden=share)) for share in (0.25, 1.0))
     for spec in (dict(data=4), dict(data=4, zero=dict(stage=3, placement="cuda"))):
         found = planned(spec)
         exposed = 0.75 * step_times(found, on, "bf16").data  # compute takes longer
-        difference = step_speed(found, on, "bf16").seconds - step_speed(found, H200, "bf16").seconds
+        difference = step_speed(found, on, "bf16").seconds - step_speed(found, free, "bf16").seconds
         assert difference == pytest.approx(exposed) and exposed > 0
     pushed = planned(dict(data=4, zero=dict(stage=3, placement="cuda", transport="push")))
     assert step_times(pushed, on, "bf16").exposed == 0.0  # by copy engines

@@ -17,13 +17,13 @@ from torch.nn import functional as F
 from meshfold.cli import main
 from meshfold.engine import Engine, plan_memory
 from meshfold.engine.zero.states import ZeroStates
-from meshfold.mesh import ParallelSpec, record
+from meshfold.mesh import Mesh, ParallelSpec, record
 from meshfold.mesh.testing import run_on_ranks
 from meshfold.models import build
 from meshfold.pipeline import simulate
 from meshfold.pipeline.runtime import Stage
 from meshfold.pipeline.runtime.executor import Peaks
-from meshfold.planner import MACHINES, Estimate, estimate, step_speed, step_times
+from meshfold.planner import MACHINES, Estimate, Machine, estimate, step_speed, step_times
 from meshfold.planner.efficiency import Launches
 from meshfold.planner.pipeline_estimate import PipelineEstimate
 from meshfold.planner.stage_costs import peak_beside_state
@@ -227,6 +227,36 @@ def test_the_step_is_that_of_the_simulator_with_messages() -> None:
     assert found.simulation.makespan == pytest.approx(same.makespan)
     assert found.seconds == pytest.approx(2 * same.makespan)
     assert 0 < found.simulation.bubble < 1
+
+
+def test_a_host_also_issues_what_stages_send() -> None:
+    """A GPU that waits for its host waits for these calls too; one that is behind does not."""
+    slow = replace(MACHINES["h200x8"], latency=0.5, collectives={}, launches=Launches.of_all(1.0))
+    quick = replace(slow, launches=Launches.of_all(0.0), flops={"bf16": 1.0})
+    spec = dict(pipeline=dict(size=4, schedule="1f1b", microbatches=4))
+    mesh = Mesh({"pipe": 4}, rank=0)
+
+    def seconds(machine: Machine, exchanged: int, number: int = 1) -> tuple[float, float, float]:
+        return pipeline_of(found).stages[number].seconds(machine, mesh, "bf16", exchanged)
+
+    found = planned(spec, machine=slow)
+    more = [one - other for one, other in zip(seconds(slow, 2), seconds(slow, 0), strict=True)]
+    assert more == pytest.approx([1.0, 1.0, 0.0])
+    assert seconds(quick, 2) == seconds(quick, 0)
+    on_cpu = replace(slow, kind="cpu")  # there other threads send
+    assert seconds(on_cpu, 2) == seconds(on_cpu, 0)
+    alone = simulate(
+        pipeline_of(found).simulation.schedule,
+        *([seconds(slow, 0, number)[op] for number in range(4)] for op in range(3)),
+        slow.latency,
+    )
+    with_calls = simulate(
+        pipeline_of(found).simulation.schedule,
+        *([seconds(slow, 1 if number in (0, 3) else 2, number)[op] for number in range(4)] for op in range(3)),
+        slow.latency,
+    )
+    assert pipeline_of(found).simulation.makespan == pytest.approx(with_calls.makespan, rel=1e-3)
+    assert with_calls.makespan > alone.makespan
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])

@@ -38,7 +38,8 @@ class Efficiency:
         optimizer: share of ``memory_rate`` that the step of the optimizer reaches.
         start: seconds from an operator's end to the next one's work, where a queue is full: a device takes them for every operator
             without matmuls, however small. 0: not measured.
-        hidden: share of a collective that matmuls hide while both run: they share cores, memory and power. 1: all of it.
+        hidden: share of a collective inside a node that matmuls hide while both run: they share cores, memory and power. 1: all
+            of it.
         hidden_by_kind: the same of kinds of collectives that were measured.
     """
 
@@ -87,12 +88,9 @@ class Efficiency:
         """Return the share of ``memory_rate`` that an operator of a name reaches."""
         return self.by_name.get(name, self.elementwise)
 
-    def hidden_of(self, seconds: Mapping[str, float]) -> float:
-        """Return the share that matmuls hide of collectives, given the seconds of each kind."""
-        whole = sum(seconds.values())
-        if not whole:
-            return self.hidden
-        return sum(self.hidden_by_kind.get(kind, self.hidden) * spent for kind, spent in seconds.items()) / whole
+    def shown_of(self, kind: str) -> float:
+        """Return the share of a collective inside a node that matmuls do not hide."""
+        return 1.0 - self.hidden_by_kind.get(kind, self.hidden)
 
 
 def _share_at(table: tuple[tuple[float, float], ...], size: float) -> float:

@@ -304,16 +304,17 @@ def step_times(found: Estimate, machine: Machine, precision: str) -> Times:
     """Return the seconds that a step takes on a machine, by purpose."""
     mesh = Mesh(found.spec.axes, rank=0)
     spent, late = {"forward": 0.0, "backward": 0.0, "data": 0.0}, 0.0
-    beside: dict[str, float] = {}  # seconds beside compute, by kind
+    beside, shown = 0.0, 0.0  # seconds of data traffic beside compute, and what is not hidden of them
     shares = _late_shares(found)
     for entry in found.traffic:
         rate = machine.slowest(mesh, entry.axes, entry.kind)
-        seconds = machine.message_seconds(entry.kind, entry.bytes, rate, calls=entry.calls)
+        seconds = machine.message_seconds(entry.kind, entry.bytes, rate, calls=entry.calls, ranks=entry.ranks)
         hidden = entry.phase in ("weights", "gradients", "parameters")
         spent["data" if hidden else "backward" if entry.phase == "backward" else "forward"] += seconds
         late += seconds * shares.get(entry.phase, 0.0)
         if hidden:
-            beside[entry.kind] = beside.get(entry.kind, 0.0) + seconds * (1.0 - shares.get(entry.phase, 0.0))
+            part = seconds * (1.0 - shares.get(entry.phase, 0.0))
+            beside, shown = beside + part, shown + machine.shown_seconds(entry.kind, part, rate)
     phases = found.work.phases(machine, precision)
     waits = spent["forward"], spent["backward"]
     return Times(
@@ -323,7 +324,7 @@ def step_times(found: Estimate, machine: Machine, precision: str) -> Times:
         optimizer=optimizer_seconds(found.update_bytes, machine),
         busy=phases.waiting(*waits).seconds,
         host=phases.host + found.updated * machine.launches.parameter,
-        hidden=1.0 if _is_pushed(found.spec) else machine.efficiency.hidden_of(beside),
+        hidden=1.0 if _is_pushed(found.spec) or not beside else 1.0 - shown / beside,
         late=late,
     )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import MISSING, asdict, fields
+from dataclasses import MISSING, asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -74,10 +74,20 @@ def read_machine(path: str | Path) -> Machine:
     links = found.pop("collectives", {})
     if not isinstance(links, dict):
         raise SpecError(f"{where}: collectives={links!r} must map kinds to links: {_again(path)}")
+    groups = found.pop("small_groups", {})
+    if not isinstance(groups, dict) or not all(
+        str(size).isdigit() and isinstance(of, dict) for size, of in groups.items()
+    ):
+        raise SpecError(f"{where}: small_groups={groups!r} must map numbers of ranks to links by kind: {_again(path)}")
     host = _made(Host, found.pop("host", {}), f"{where}: host")
     collectives = {kind: _made(Link, link, f"{where}: collectives: {kind}") for kind, link in links.items()}
     parts = {"host": host, "efficiency": reached, "launches": launches, "collectives": collectives}
     machine: Machine = _made(Machine, {**found, **parts}, where)
+    few = {
+        int(size): {kind: _made(Link, link, f"{where}: small_groups: {size}: {kind}") for kind, link in of.items()}
+        for size, of in groups.items()
+    }
+    machine = replace(machine, small_groups=few)
     if machine.kind not in KINDS:
         raise SpecError(f"{where}: kind={machine.kind!r} must be {' or '.join(map(repr, KINDS))}: {_again(path)}")
     if not machine.flops:

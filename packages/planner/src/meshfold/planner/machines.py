@@ -82,6 +82,8 @@ class Machine:
         launches: seconds in which the host launches operators.
         efficiency: shares of these rates that operators reach.
         collectives: kind to its link inside a node, where it was measured; others take ``latency`` and ``inside``.
+        small_groups: the same of groups with fewer ranks than a node has, by their number: they reach another rate. A group takes
+            the links of the smallest measured number that is no less than its own.
     """
 
     name: str
@@ -98,13 +100,14 @@ class Machine:
     launches: Launches = field(default_factory=Launches)
     efficiency: Efficiency = field(default_factory=Efficiency)
     collectives: Mapping[str, Link] = field(default_factory=dict)
+    small_groups: Mapping[int, Mapping[str, Link]] = field(default_factory=dict)
 
     def peak(self, precision: str) -> float:
         """Return the FLOP/s of the data sheet, by which MFU divides; without a data sheet those of a large matmul."""
         known = next((peaks for kind, peaks in PEAK_TFLOPS.items() if kind in self.name.upper()), None)
         return self.flops[precision] if known is None else 1e12 * known[precision]
 
-    def message_seconds(self, kind: str, sent: float, rate: float, *, calls: int = 1) -> float:
+    def message_seconds(self, kind: str, sent: float, rate: float, *, calls: int = 1, ranks: int = 0) -> float:
         """Return the seconds of collectives.
 
         Args:
@@ -112,9 +115,31 @@ class Machine:
             sent: bytes that a rank sends in all calls.
             rate: :meth:`bandwidth` or :meth:`slowest` of their ranks.
             calls: number of collectives.
+            ranks: that take part; 0: those of a node.
         """
-        link = self.collectives.get(kind) if rate == self.inside else None
+        link = None
+        if rate == self.inside:
+            enough = [size for size in self.small_groups if size >= ranks > 0]
+            links = self.small_groups[min(enough)] if enough else self.collectives
+            link = links.get(kind) or self.collectives.get(kind)
         return (link or Link(latency=self.latency, rate=rate)).seconds(sent, calls)
+
+    def issue_seconds(self, kind: str) -> float:
+        """Return the seconds in which a host begins a collective: those of the smallest, which come as fast as it issues them."""
+        return self.message_seconds(kind, 0.0, self.inside)
+
+    def shown_seconds(self, kind: str, seconds: float, rate: float) -> float:
+        """Return the part of collectives' seconds that matmuls do not hide while both run.
+
+        Inside a node it is measured. A byte that goes to another node costs a device as much as one inside, and a slower link takes
+        longer for it: so it hides more of its seconds.
+
+        Args:
+            kind: of the collectives.
+            seconds: that they take alone.
+            rate: at which they send, as for :meth:`message_seconds`.
+        """
+        return self.efficiency.shown_of(kind) * seconds * min(1.0, rate / self.inside)
 
     def bandwidth(self, ranks: tuple[int, ...]) -> float:
         """Return the bytes a second that a rank sends in a collective of these ranks: the slowest link on the ring."""

@@ -327,10 +327,18 @@ def _stage_entries(one: _Rank, mesh: Mesh) -> list[Entry]:
     return found * one.microbatches
 
 
+def _exchanged(stage: StageCosts, stage_ranks: Sequence[int]) -> int:
+    """Return the tensors that a stage's F gets from stages on other ranks and sends to them."""
+    before, after = stage.number - 1, stage.number + 1
+    arriving = len(stage.received) if before >= 0 and stage_ranks[before] != stage.rank else 0
+    leaving = len(stage.sent) if after < len(stage_ranks) and stage_ranks[after] != stage.rank else 0
+    return arriving + leaving
+
+
 def _simulated(one: _Rank, stages: Sequence[StageCosts], settings: EstimateSettings, mesh: Mesh) -> Simulation:
     """Simulate the schedule of a micro-step; ``auto`` searches for its order with these costs."""
     machine, stage_ranks = settings.machine, one.pipeline.stage_ranks
-    seconds = [stage.seconds(machine, mesh, settings.precision) for stage in stages]
+    seconds = [stage.seconds(machine, mesh, settings.precision, _exchanged(stage, stage_ranks)) for stage in stages]
     forward, backward, weight = ([one[i] for one in seconds] for i in range(3))
     send = []
     for stage, (source, target) in zip(stages, pairwise(stage_ranks), strict=False):

@@ -56,17 +56,33 @@ class StageCosts:
         forward, backward, weight = (work.flop for work in self.work)
         return forward, backward, weight
 
-    def seconds(self, machine: Machine, mesh: Mesh, precision: str) -> tuple[float, float, float]:
+    def seconds(self, machine: Machine, mesh: Mesh, precision: str, exchanged: int = 0) -> tuple[float, float, float]:
         """Return the times of F, B and W: of their operators and of collectives over axes other than the pipeline's, one after the
-        other, or of launching them."""
+        other, or of launching them.
+
+        Args:
+            machine: of the stage.
+            mesh: of the spec.
+            precision: of compute.
+            exchanged: tensors that F sends to other ranks and gets from them; as many gradients are B's. A GPU's host issues them.
+        """
         found = []
-        for work, sent in zip(self.work, self.entries, strict=True):
+        for number, (work, sent) in enumerate(zip(self.work, self.entries, strict=True)):
             waits = sum(
-                machine.message_seconds(entry.kind, float(entry.bytes), machine.slowest(mesh, entry.axes, entry.kind))
+                machine.message_seconds(
+                    entry.kind,
+                    float(entry.bytes),
+                    machine.slowest(mesh, entry.axes, entry.kind),
+                    ranks=entry.group_size,
+                )
                 for entry in sent
                 if entry.group_size > 1
             )
-            found.append(work.phases(machine, precision).waiting(waits, 0.0).longer)
+            issued = (
+                exchanged * machine.issue_seconds("send") if number < 2 and machine.kind == "gpu" else 0.0
+            )  # F's and B's
+            phases = work.phases(machine, precision).waiting(waits, 0.0)
+            found.append(max(phases.device, phases.host + issued))
         forward, backward, weight = found
         return forward, backward, weight
 

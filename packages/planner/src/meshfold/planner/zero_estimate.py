@@ -219,7 +219,12 @@ def with_collectives(trace: Trace, log: Log, mesh: Mesh, machine: Machine) -> Tr
     for phase in ("forward", "backward"):
         sent = [entry for entry in log.entries if entry.phase == phase and entry.group_size > 1]
         spent = sum(
-            machine.message_seconds(entry.kind, float(entry.bytes), machine.slowest(mesh, entry.axes, entry.kind))
+            machine.message_seconds(
+                entry.kind,
+                float(entry.bytes),
+                machine.slowest(mesh, entry.axes, entry.kind),
+                ranks=entry.group_size,
+            )
             for entry in sent
         )
         half = [i for i, timestep in enumerate(timesteps) if timestep.backward == (phase == "backward")]

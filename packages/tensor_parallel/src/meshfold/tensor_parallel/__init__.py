@@ -18,7 +18,6 @@ from meshfold.tensor_parallel.matmul import matmul
 from meshfold.tensor_parallel.modes import MODES, Mode, find_mode
 from meshfold.tensor_parallel.plan import MatmulPlan, Move, plan
 from meshfold.tensor_parallel.plot import draw_matmul, draw_mesh, draw_mode
-from meshfold.tensor_parallel.quantize import Quantized, quantize
 
 __all__ = [
     "MODES",
@@ -33,7 +32,6 @@ __all__ = [
     "Mode",
     "Move",
     "Placed",
-    "Quantized",
     "RMSNorm",
     "Report",
     "bind_fp8_cast_products",
@@ -48,6 +46,5 @@ __all__ = [
     "matmul_cost",
     "parallelize",
     "plan",
-    "quantize",
     "without_outer_ranks",
 ]

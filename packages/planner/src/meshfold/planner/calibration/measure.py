@@ -24,7 +24,7 @@ from meshfold.planner.calibration.fits import (
     typical_link,
 )
 from meshfold.planner.calibration.launches import measure_launches
-from meshfold.planner.calibration.messages import hidden_shares, message_samples
+from meshfold.planner.calibration.messages import KINDS, hidden_shares, message_samples, sizes_of
 from meshfold.planner.calibration.operators import operator_rates
 from meshfold.planner.calibration.samples import (
     DTYPES,
@@ -99,6 +99,7 @@ def calibrate(process: Process, effort: Effort, *, disk: Path | None = None, nam
         machine, notes = _of_devices(base, matmuls, everyone, device, effort)
         messages = message_samples(here, device, effort) if here.size > 1 else []
         machine = _linked(machine, messages, notes)
+        machine = replace(machine, small_groups=_small_groups(local, everyone, device, effort))
         if here.size > 1:
             machine = replace(machine, efficiency=_beside(machine.efficiency, hidden_shares(here, device, effort)))
         launches = asdict(measure_launches(process, effort))
@@ -203,13 +204,44 @@ def _beside(reached: Efficiency, shares: Mapping[str, float]) -> Efficiency:
     return replace(reached, hidden=fmean(shares.values()), hidden_by_kind=dict(shares))
 
 
+def _small_groups(local: int, everyone: Group, device: torch.device, effort: Effort) -> dict[int, dict[str, Link]]:
+    """Return the links of groups of 2, 4, ... neighbours inside a node, fewer than all: all groups of a size send at once."""
+    found: dict[int, dict[str, Link]] = {}
+    for size in (2**power for power in range(1, local.bit_length())):
+        if size >= local or local % size:
+            break
+        mesh = Mesh({"groups": everyone.size // size, "few": size})
+        try:
+            samples = message_samples(mesh.group("few"), device, effort)
+        finally:
+            mesh.close()
+        known = {(one.kind, one.sent): one.seconds for one in samples}
+        keys = [(kind, sent) for kind in KINDS for sent in sizes_of(kind, size, effort)]
+        seconds = _mean(
+            [known.get(key, math.nan) for key in keys], everyone, device
+        )  # a slower group may have stopped earlier
+        links = fit_links(
+            [
+                MessageSample(kind=kind, sent=sent, seconds=one)
+                for (kind, sent), one in zip(keys, seconds, strict=True)
+                if not math.isnan(one)
+            ]
+        )
+        found[size] = _with_same(links)
+    return found
+
+
+def _with_same(links: dict[str, Link]) -> dict[str, Link]:
+    """Return links with those of kinds that are sent as others are."""
+    return {**links, "send": links["shift"], "exchange_rows": links["all_to_all"]}
+
+
 def _linked(machine: Machine, messages: Sequence[MessageSample], notes: list[str]) -> Machine:
     """Return the machine with links inside a node."""
     if not messages:
         notes.append(f"links of ranks: those of {machine.name}, since one rank has none (--ranks 2 measures them)")
         return machine
-    links = fit_links(messages)
-    links["send"], links["exchange_rows"] = links["shift"], links["all_to_all"]
+    links = _with_same(fit_links(messages))
     usual: Link = typical_link(links)
     return replace(
         machine, latency=usual.latency, inside=usual.rate, collectives=links, between=min(machine.between, usual.rate)

@@ -52,8 +52,7 @@ def message_samples(
     found = []
     for kind in kinds:
         run = KINDS[kind]
-        for size in effort.message_bytes:
-            size = max(group.size * 4, size // (group.size * 4) * group.size * 4)
+        for size in _blocks(group.size, effort):
             mine = size // group.size if kind == "all_gather" else size
             x = torch.zeros(mine // 4, device=device)
             seconds = _agreed_seconds(lambda: run(x, group), group, device, effort)  # noqa: B023
@@ -61,6 +60,16 @@ def message_samples(
             if seconds * 4 > effort.longest_s:
                 break
     return found
+
+
+def _blocks(ranks: int, effort: Effort) -> list[int]:
+    """Return the bytes of blocks, each a multiple of what all ranks have an element of."""
+    return [max(ranks * 4, size // (ranks * 4) * ranks * 4) for size in effort.message_bytes]
+
+
+def sizes_of(kind: Kind, ranks: int, effort: Effort) -> list[float]:
+    """Return the bytes that a rank sends in each sample of a kind, in a group of so many ranks."""
+    return [float(moved_bytes(kind, size, ranks)) for size in _blocks(ranks, effort)]
 
 
 def hidden_of(collectives: float, matmuls: float, together: float) -> float:

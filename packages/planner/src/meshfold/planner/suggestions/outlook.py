@@ -122,8 +122,7 @@ class _Reckoning:
             forward, backward, idle, live = self._pipelined(ahead, back, simulate=simulate)
             ending = Seconds(0.0, 0.0, 0.0)
         memory, state = self.bytes.total(live)
-        travelling, optimizer, offload = self._hidden(held), self._optimizer(held), 0.0
-        hidden = sum(travelling.values())
+        (hidden, shown), optimizer, offload = self._hidden(held), self._optimizer(held), 0.0
         first, then = forward * self.micro + ending, backward * self.micro
         phases = Phases(
             forward=first.in_turn,
@@ -137,10 +136,7 @@ class _Reckoning:
         together = phases.waiting(first.waits, then.waits).seconds if self.stages == 1 else first.spent + then.spent
         busy, host = together + idle, phases.host + self._updates()
         late = self._late(held)
-        if late and self.zero is not None:
-            travelling["all_gather"] -= late
-        share = self.machine.efficiency.hidden_of(travelling)
-        exposed = (1.0 - share) * min(together, hidden - late)
+        exposed = shown * min(1.0, together / (hidden - late)) if hidden > late else 0.0
         if self.zero is None:
             seconds = max(max(busy, hidden - late) + exposed + late + optimizer, host)
         else:
@@ -208,8 +204,8 @@ class _Reckoning:
         every = tuple(axis for axis, size in self.axes if size > 1)
         if self.zero is not None or not every:
             return Seconds(0.0, 0.0, 0.0)
-        # A sum over ranks copies a bucket and is waited for: two operators that read and write it.
-        moved = 0.0 if self.ranks == 1 or self.spec.expert is not None or self._splits_tokens else 4.0 * held.gradients
+        # A sum over ranks copies a bucket: an operator that reads and writes it.
+        moved = 0.0 if self.ranks == 1 or self.spec.expert is not None or self._splits_tokens else 2.0 * held.gradients
         rate = self.machine.efficiency.elementwise * self.machine.memory_rate
         return Seconds(moved / rate, 0.0, self.clock.messages(self.axes, "all_reduce", every, 0.0, 1))
 
@@ -221,33 +217,33 @@ class _Reckoning:
             for key, (_, calls) in last.messages.items()
         ]
 
-    def _hidden(self, held: Memory) -> dict[str, float]:
-        """Return the seconds of gradients and parameters that travel in a step, by the kind of collective."""
-        spent: dict[str, float] = {}
-
-        def add(kind: str, seconds: float) -> None:
-            spent[kind] = spent.get(kind, 0.0) + seconds
-
+    def _hidden(self, held: Memory) -> tuple[float, float]:
+        """Return the seconds of gradients and parameters that travel in a step, and what matmuls beside them do not hide."""
+        found: list[tuple[str, tuple[str, ...], float]] = []  # kind, axes, seconds
         for part, times in ((self.profile.block, max(self.bytes.of_ranks)), (self.profile.rest, 1)):
             for (_, kind, axes, of_weights), (sent, calls) in self._messages(part):
                 if of_weights:
                     again = times * self.micro
-                    add(kind, again * self.clock.messages(self.axes, kind, axes, sent, calls))
+                    found.append((kind, axes, again * self.clock.messages(self.axes, kind, axes, sent, calls)))
             for (phase, kind, axes, _), (sent, calls) in part.summed.messages.items():
                 if phase == "gradients" and self.spec.expert is not None and self.zero is None:
-                    add(kind, times * self.clock.messages(self.axes, kind, axes, sent, calls))
-        if self.ranks == 1 or (self.spec.expert is not None and self.zero is None):
-            return spent
-        if self.zero is None:
-            add("all_reduce", self._reduction(held))
-            return spent
-        gather, reduction = self._collectives(held)
-        gathers, sums = 2 * self.micro if self.zero.stage == 3 else 1, 1 if self._sums_once else self.micro
-        # a chunk for each block, and for what is before and behind
-        latency = (max(self.bytes.of_ranks) + 2) * self.machine.latency
-        add("all_gather", gathers * (gather + latency))
-        add("reduce_scatter", sums * (reduction + latency))
-        return spent
+                    found.append((kind, axes, times * self.clock.messages(self.axes, kind, axes, sent, calls)))
+        if self.ranks > 1 and self.zero is not None:
+            gather, reduction = self._collectives(held)
+            gathers, sums = 2 * self.micro if self.zero.stage == 3 else 1, 1 if self._sums_once else self.micro
+            # a chunk for each block, and for what is before and behind
+            latency = (max(self.bytes.of_ranks) + 2) * self.machine.latency
+            found.append(("all_gather", self.outer, gathers * (gather + latency)))
+            found.append(("reduce_scatter", self.outer, sums * (reduction + latency)))
+        elif self.ranks > 1 and self.spec.expert is None:
+            found.append(("all_reduce", self.outer, self._reduction(held)))
+        total, late, shown = sum(seconds for *_, seconds in found), self._late(held), 0.0
+        for kind, axes, seconds in found:
+            beside = seconds
+            if axes == self.outer and kind == ("all_reduce" if self.zero is None else "all_gather"):
+                beside -= late
+            shown += self.machine.shown_seconds(kind, beside, self.machine.link_rate(self.axes, axes, kind))
+        return total, shown
 
     def _reduction(self, held: Memory) -> float:
         """Return the seconds of summing all gradients over the data ranks, without ``zero``."""

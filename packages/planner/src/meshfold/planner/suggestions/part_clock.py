@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -84,8 +85,9 @@ class Clock:
         self, sizes: tuple[tuple[str, int], ...], kind: str, axes: tuple[str, ...], sent: float, calls: int
     ) -> float:
         """Return the seconds of collectives over axes of a mesh, given the bytes that they send together."""
-        rate = self.machine.link_rate(sizes, axes, kind)
-        return self.machine.message_seconds(kind, sent, rate, calls=calls)
+        rate, known = self.machine.link_rate(sizes, axes, kind), dict(sizes)
+        ranks = math.prod(known[axis] for axis in axes) if all(axis in known for axis in axes) else 0
+        return self.machine.message_seconds(kind, sent, rate, calls=calls, ranks=ranks)
 
     def rate(self, spec: ParallelSpec, axes: tuple[str, ...]) -> float:
         """Return the bytes a second that a rank sends over axes of the spec's mesh in an all-reduce."""

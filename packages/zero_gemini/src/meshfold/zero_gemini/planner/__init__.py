@@ -20,7 +20,6 @@ import warnings
 from typing import Any
 
 from meshfold.zero_gemini.planner.memory import gather_windows
-from meshfold.zero_gemini.planner.observed import Part, timed, typical_parts
 from meshfold.zero_gemini.planner.options import (
     SPECULATIVE_STEP,
     SPLIT_STEP,
@@ -72,7 +71,6 @@ __all__ = [
     "Limits",
     "Machine",
     "MiB",
-    "Part",
     "Plan",
     "Regime",
     "Term",
@@ -92,7 +90,5 @@ __all__ = [
     "plan",
     "recost",
     "static",
-    "timed",
     "timeline",
-    "typical_parts",
 ]
