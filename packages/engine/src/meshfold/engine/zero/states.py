@@ -5,20 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
-from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from meshfold.checkpoint.shards import (
-    Shard,
-    ShardRule,
-    ranks_with_same_index,
-    shards_of_flat_run,
-    shards_of_replicated,
-)
 from meshfold.engine.model.checks import refuse_empty
 from meshfold.engine.model.recompute import RecomputedBlocks, recomputes_by_itself
 from meshfold.engine.optimizers import Factory
@@ -26,17 +18,17 @@ from meshfold.engine.precision import Precision, keeps_statistics, other_dtypes
 from meshfold.engine.states import optimizer_state
 from meshfold.engine.states.optimizer_state import put
 from meshfold.engine.states.protocols import Source, Sources
-from meshfold.engine.states.replicated import source_like
 from meshfold.engine.world import PIPE, World
+from meshfold.engine.zero.chunk_sources import ChunkSources
 from meshfold.engine.zero.gather_cache_bytes import GatherCacheBytes
 from meshfold.engine.zero.memory import is_out_of_memory
 from meshfold.engine.zero.plan import Sizes, first_placements, regime_of
 from meshfold.engine.zero.process_settings import grow_segments, limit_allocator
 from meshfold.engine.zero.residency import Residency
 from meshfold.kernels import Fp8Weight
-from meshfold.mesh import Mesh, SpecError
-from meshfold.mesh.parameters import StoredValue, metadata_on, uncompiled_name
-from meshfold.zero_gemini import BackwardRole, Entry, Gemini, Memory
+from meshfold.mesh import SpecError
+from meshfold.mesh.parameters import metadata_on
+from meshfold.zero_gemini import BackwardRole, Gemini, Memory
 from meshfold.zero_gemini.machine_rates import measure_rank_rates, ranks_per_host
 from meshfold.zero_gemini.optimizer import DiskSettings, optimizer_kind
 from meshfold.zero_gemini.planner import Regime, gradient_dtype
@@ -114,7 +106,6 @@ class ZeroStates:
             sizes = _state_sizes(model, world, regime, holds_gradients=not steps_at_once)
             local = ranks_per_host(world.mesh.world_size)
             self._world, self._model, self._owed = world, model, False
-            self._whole_names = names or {}
             recomputes = recomputes or recomputes_by_itself(model)
             self.gemini = Gemini(
                 model,
@@ -152,7 +143,8 @@ class ZeroStates:
                 blocks=blocks,
                 recomputes=recomputes,
             )
-            self._names = {parameter: name for name, parameter in model.named_parameters()}
+            self._names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
+            self._sources = ChunkSources(self.gemini, world, self._names, names or {})
             self.trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
             self._gather_cache = GatherCacheBytes(self.gemini, spec, world)
             opened.callback(limit_allocator(world.device, spec.gpu_memory_limit).close)
@@ -279,18 +271,7 @@ class ZeroStates:
         self._opened.close()
 
     def source(self, tensor: Tensor) -> Source:
-        if tensor not in self._names:
-            return source_like(tensor, tensor, self._world)
-        self.gemini.take_written(tensor)
-        meta = metadata_on(tensor, self._world.mesh)
-        return Source(
-            dtype=self.gemini.master_dtype(tensor),
-            shape=meta.placement.shape,
-            read=lambda: self._checked(meta.placement.gather(self.gemini.read(tensor), self._world.mesh)),
-            cut=lambda: self._cut(tensor),
-            parts=lambda: self.gemini.parts(tensor),
-            on_disk=self.gemini.is_on_disk(tensor),
-        )
+        return self._sources.source(tensor)
 
     def write(self, tensor: Tensor, whole: Tensor) -> None:
         if tensor in self._names:
@@ -300,99 +281,30 @@ class ZeroStates:
             put(whole, tensor, tensor)
 
     def optimizer_sources(self) -> dict[str, Source]:
-        return dict(self._optimizer_sources(self.gemini.state_entries(), self.gemini.parts))
-
-    def _optimizer_sources(
-        self, entries: Mapping[str, Mapping[str, Entry]], parts: Callable[[Tensor, str | None], StoredValue]
-    ) -> Iterator[tuple[str, Source]]:
-        parameters = {name: parameter for parameter, name in self._names.items()}
-        for name, mine in entries.items():
-            meta = metadata_on(parameters[name], self._world.mesh)
-            for key, entry in mine.items():
-                source = Source(
-                    dtype=getattr(torch, entry.dtype),
-                    shape=meta.placement.shape if entry.like else tuple(entry.shape),
-                    read=self._reader(name, key, entry, parameters[name]),
-                    cut=partial(self._cut_of_state, entry, parameters[name]),
-                    parts=partial(parts, parameters[name], key),
-                    on_disk=self.gemini.is_on_disk(parameters[name], key),
-                )
-                yield f"{self._title(name)}/{key}", source
+        return self._sources.optimizer_sources()
 
     def noted_sources(self, names: Mapping[Tensor, str]) -> Sources:
-        self.gemini.take_written()
-        parts = self._noted_parts()
-        if parts is None:
-            return {name: self.source(tensor) for tensor, name in names.items()}
-        # Copy buffers, which a forward may change; chunks stay where they are.
-        noted = [
-            (name, tensor, None if tensor in self._names else tensor.detach().clone()) for tensor, name in names.items()
-        ]
-
-        def made() -> Iterator[tuple[str, Source]]:
-            for name, tensor, copy in noted:
-                if copy is None:
-                    yield name, self.source(tensor)._replace(parts=partial(parts, tensor, None))
-                else:
-                    yield name, source_like(copy, tensor, self._world)
-
-        return made
+        return self._sources.noted_sources(names)
 
     def noted_optimizer_sources(self) -> Sources:
-        parts = self._noted_parts()
-        if parts is None:
-            return self.optimizer_sources()
-        entries = self.gemini.state_entries()
-        return lambda: self._optimizer_sources(entries, parts)
-
-    def _noted_parts(self) -> Callable[[Tensor, str | None], StoredValue] | None:
-        # Stages of a pipeline exchange their tables by collectives, which a background thread cannot do.
-        return None if self._world.pipelined else self.gemini.noted_parts()
-
-    def _cut(self, parameter: Tensor) -> ShardRule:
-        """Return this rank's range of a tensor that is placed like a parameter."""
-        gemini, meta = self.gemini, metadata_on(parameter, self._world.mesh)
-        shape = meta.placement.local_shape(self._world.mesh)
-        run, dtype, over = gemini.kept(parameter), gemini.master_dtype(parameter), gemini.axes_over(parameter)
-        return ShardRule(shards_of_flat_run, (run, shape, meta, dtype, over))
-
-    def _cut_of_state(self, entry: Entry, parameter: Tensor) -> ShardRule:
-        if entry.like:
-            return self._cut(parameter)
-        meta, run = metadata_on(parameter, self._world.mesh), self.gemini.kept(parameter)
-        alike = (*self.gemini.axes_over(parameter), *meta.only_at)
-        return ShardRule(_pieces_of_number, (run, entry.shape, alike, self._world.mesh))
-
-    def _reader(self, name: str, key: str, entry: Entry, parameter: Tensor) -> Callable[[], Tensor]:
-        meta = metadata_on(parameter, self._world.mesh)
-
-        def read() -> Tensor:
-            block = self.gemini.read_state(name, key, entry)
-            return self._checked(meta.placement.gather(block, self._world.mesh) if entry.like else block)
-
-        return read
-
-    def _checked(self, whole: Tensor) -> Tensor:
-        """Return a whole tensor after its collectives; raise if this rank failed to read its part."""
-        self.gemini.check()
-        return whole
+        return self._sources.noted_optimizer_sources()
 
     def optimizer_description(self) -> dict[str, Any]:
         groups = [
-            {"parameters": [*map(self._title, names)], **optimizer_state.plain_settings(group)}
+            {"parameters": [*map(self._sources.title, names)], **optimizer_state.plain_settings(group)}
             for names, group in zip(self.gemini.group_names, self._made().param_groups, strict=True)
         ]
         return {"class": type(self.optimizer).__name__, "groups": groups, "values": {}}
 
     def check_optimizer(self, description: Mapping[str, Any], entries: Iterable[str]) -> None:
         optimizer_state.check(self._made(), description)
-        trained = {self._title(name) for parameter, name in self._names.items() if parameter.requires_grad}
+        trained = {self._sources.title(name) for parameter, name in self._names.items() if parameter.requires_grad}
         optimizer_state.check_names(entries, trained)
 
     def load_optimizer(self, description: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         optimizer = self._made()
         self.check_optimizer(description, (*tensors, *description["values"]))
-        parameters = {self._title(name): parameter for parameter, name in self._names.items()}
+        parameters = {self._sources.title(name): parameter for parameter, name in self._names.items()}
         self.gemini.clear_state()
         for entry in (*tensors, *description["values"]):
             name, _, key = entry.rpartition("/")
@@ -405,21 +317,9 @@ class ZeroStates:
         for group, saved in zip(optimizer.param_groups, description["groups"], strict=True):
             group.update(optimizer_state.settings_of(saved))
 
-    def _title(self, name: str) -> str:
-        """Return a parameter's name in the whole model."""
-        return self._whole_names.get(uncompiled_name(name), uncompiled_name(name))
-
     def _made(self) -> torch.optim.Optimizer:
         assert self.optimizer is not None  # the engine calls this only with an optimizer
         return self.optimizer
-
-
-def _pieces_of_number(
-    name: str, run: range, shape: tuple[int, ...], alike: tuple[str, ...], mesh: Mesh
-) -> tuple[Shard, ...]:
-    """Return the shards of a number, which every rank with a part of the parameter holds."""
-    ranks = ranks_with_same_index(mesh, alike) if run and run.start == 0 else [-1]
-    return shards_of_replicated(name, shape, ranks, mesh.rank)
 
 
 def _state_sizes(model: nn.Module, world: World, regime: Regime, *, holds_gradients: bool) -> Sizes:
