@@ -38,9 +38,13 @@ def shard_batch(batch: Any, index: int, blocks: int) -> Any:
     if isinstance(batch, Mapping):
         sizes = {name: value.shape[0] for name, value in batch.items() if isinstance(value, Tensor) and value.dim()}
         rows = max(sizes.values(), default=0)
-        for name, size in sizes.items():
-            if size not in (rows, 1):
-                raise SpecError(f"{name!r} has {size} rows in a batch of {rows}: give every tensor {rows} rows, or one")
+        if any(size not in (rows, 1) for size in sizes.values()):
+            listed = ", ".join(f"{name} {size}" for name, size in sizes.items())
+            raise SpecError(
+                f"tensors of a batch have different numbers of rows ({listed}): give all of them as many, or one. If one holds all "
+                "samples' rows joined, such as the patches of their images (Qwen2-VL), no part of it belongs to a rank: give each "
+                "data rank a batch of its own (a DistributedSampler's) in place of engine.shard_batch(batch)"
+            )
         fields = {
             name: _cut_tensor(value, index, blocks) if sizes.get(name) == rows and rows else value
             for name, value in batch.items()
