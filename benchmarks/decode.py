@@ -35,7 +35,7 @@ from benchmarks.common import (
     check_out,
     parse_with_tiny,
 )
-from benchmarks.decode_report import FORMS, JUDGED, OURS, PEER, report
+from benchmarks.decode_report import FORMS, GPT_FAST, JUDGED, OURS, PEER, report
 from benchmarks.exact_forward import in_float32, logprobs_of
 from benchmarks.kernel_times import kernels_after, kernels_of, lines_of
 from benchmarks.measuring import PhaseClock, measure
@@ -175,6 +175,7 @@ def makers(options: argparse.Namespace) -> dict[str, Callable[[], Contestant]]:
         f"{ON_THEIRS} compiled": lambda: ours(
             f"{ON_THEIRS} compiled", model("theirs"), options, compile=options.backend
         ),
+        GPT_FAST: lambda: by_hand(GPT_FAST, options),
         PEER: lambda: theirs(PEER, model("theirs"), options, cache_implementation="static"),
         EAGER: lambda: theirs(EAGER, model("theirs"), options),
         CONTINUOUS: lambda: continuous(CONTINUOUS, model("theirs"), options),
@@ -306,6 +307,17 @@ def theirs(name: str, model: Any, options: argparse.Namespace, **settings: Any) 
         )
 
     return Contestant(name, step)
+
+
+def by_hand(name: str, options: argparse.Namespace) -> Contestant:
+    """Return gpt-fast's way, written by hand."""
+    from benchmarks.peers import gpt_fast
+
+    sizes = [options.vocabulary, options.hidden, options.layers, options.heads, options.kv_heads, options.ffn]
+    longest = options.prompt + options.new
+    model: Any = made_here(lambda: gpt_fast.Decoder(*sizes, batch=options.batch, longest=longest), options)
+    generate, ids = gpt_fast.generator(model, options.backend), prompts(options).to(model.output.weight.device)
+    return Contestant(name, lambda: generate(ids, options.new).tolist())
 
 
 def continuous(name: str, model: Any, options: argparse.Namespace) -> Contestant:

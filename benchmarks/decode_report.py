@@ -12,10 +12,10 @@ from benchmarks.reports import met, ratio, read_bars, table
 
 JUDGED = dict(vocabulary=128256, hidden=4096, heads=32, kv_heads=8, ffn=14336, layers=32)
 """The model that the bars are for."""
-OURS, PEER = "ours", "transformers static compiled"
+OURS, PEER, GPT_FAST = "ours", "transformers static compiled", "gpt-fast by hand"
 FORMS = ("int8", "fp8", "int4")
 """Packed weights, after ours in a name."""
-BARS = read_bars("decode", ("milliseconds", "transformers", "bits8", "bits4", "two", "four"))
+BARS = read_bars("decode", ("milliseconds", "transformers", "gpt_fast", "bits8", "bits4", "two", "four"))
 
 
 def report(path: Path) -> None:
@@ -99,8 +99,9 @@ def bars(settings: Mapping[str, Any], times: Mapping[str, Sequence[float]]) -> I
         value, bar = median(times[best]) / settings["new"], BARS[key]
         if bar.judged(ranks):
             yield f"- {bar.what.format(best=best)}: {value:.3f} (bar {bar.most:g}): {met(bar.met(value))}"
-    if PEER in times:
-        yield BARS["transformers"].line(ratios(times[best], times[PEER])[0], ranks, best=best)
+    for key, rival in (("transformers", PEER), ("gpt_fast", GPT_FAST)):
+        if rival in times:
+            yield BARS[key].line(ratios(times[best], times[rival])[0], ranks, best=best)
     for key, forms in (("bits8", ("int8", "fp8")), ("bits4", ("int4",))):
         if (found := fastest([name for form in forms for name in packed[form]])) is not None:
             yield BARS[key].line(ratios(times[found], times[best])[0], ranks, best=found, rival=best)

@@ -292,6 +292,40 @@ def test_bars_of_decoding_judge_bf16_by_itself() -> None:
     assert len(two) == 1 and two[0].endswith("2.500 (bar 2.6): met")
 
 
+def test_gpt_fast_by_hand_computes_what_ours_does() -> None:
+    """Logits and greedy texts of the same weights; it turns neighbours in a head, and ours turns halves."""
+    from benchmarks.peers.gpt_fast import Decoder, generator
+
+    sizes: dict[str, Any] = dict(hidden=32, layers=2, heads=4, kv_heads=2, ffn=48)
+    config = LlamaConfig(vocab_size=61, max_positions=32, tie=False, rope_theta=10_000.0, **sizes)
+    torch.manual_seed(0)
+    ours: Any = build(config).eval()
+    peer: Any = Decoder(61, *sizes.values(), batch=2, longest=11)
+    neighbours = torch.arange(8).view(2, 4).T.flatten()
+    with torch.no_grad():
+        for parameter in ours.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0.0, 0.3)
+        pairs = [("embed", "embed"), ("norm", "norm"), ("output", "head")]
+        for number, block in enumerate(ours.blocks):
+            named = dict(wo="attn.out", w2="mlp.down", attention_norm="norm1", ffn_norm="norm2")
+            pairs += [(f"blocks.{number}.{its}", f"blocks.{number}.{mine}") for its, mine in named.items()]
+            q_and_k, v = block.attn.qkv.weight.split((48, 16))
+            turned = q_and_k.unflatten(0, (-1, 8))[:, neighbours].flatten(0, 1)
+            peer.blocks[number].wqkv.weight.copy_(torch.cat((turned, v)))
+            gate, up = block.mlp.gate_up.weight.chunk(2)
+            peer.blocks[number].w1.weight.copy_(gate)
+            peer.blocks[number].w3.weight.copy_(up)
+        for its, mine in pairs:
+            peer.get_submodule(its).weight.copy_(ours.get_submodule(mine).weight)
+        given = torch.randint(61, (2, 5))
+        torch.testing.assert_close(peer(given, torch.arange(5)), ours(given).logits, rtol=1e-5, atol=1e-5)
+        text = given
+        for _ in range(6):
+            text = torch.cat((text, ours(text).logits[:, -1:].argmax(-1)), 1)
+    assert torch.equal(generator(peer, "eager")(given, 6), text[:, 5:])
+
+
 @pytest.mark.slow
 def test_decoding_on_ranks_is_measured_without_a_gpu(tmp_path: Path) -> None:
     out = tmp_path / "found.json"

@@ -72,6 +72,7 @@ MODELS: dict[str, Callable[[], MoE]] = {
     "plain": MoE,
     "starved": partial(MoE, starved=True),
     "unbalanced": partial(MoE, factor=0.0),
+    "unbalanced starved": partial(MoE, factor=0.0, starved=True),
     "biased": partial(MoE, factor=0.0, sigmoid=True),
     "deep": partial(MoE, layers=4, shared=None),
     "deep starved": partial(MoE, layers=4, starved=True),
@@ -107,11 +108,12 @@ Seen = tuple[list[float], dict[str, Tensor]]
 
 
 def run(parallel: dict[str, Any], model: str = "plain", steps: int = 2, **settings: Any) -> Seen:
-    """Losses, norms and evaluations of some steps, and the whole model after each: with SGD the gradients."""
+    """Losses, norms and evaluations of some steps, logits, and the whole model after each step: with SGD the gradients."""
     numbers: list[float] = []
     state: dict[str, Tensor] = {}
     with engine_of(parallel, model, **settings) as engine:
         for step, batch in enumerate(batches(steps)):
+            state[f"{step} logits"] = engine.predict({"input_ids": batch["input_ids"]}).logits
             numbers.append(engine.eval_step(engine.shard_batch(batch)))
             numbers.append(engine.train_step(engine.shard_batch(batch)))
             assert engine.last is not None and engine.last.grad_norm is not None

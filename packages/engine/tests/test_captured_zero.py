@@ -10,7 +10,8 @@ import math
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from meshfold.engine import Engine
 from meshfold.engine.zero import capture_rules
 from meshfold.engine.zero.capture_rules import CaptureReport
 from meshfold.models import GPT, GPTConfig
-from meshfold.zero_gemini import ChunkPlacement
+from meshfold.zero_gemini import ChunkPlacement, Gemini
 from meshfold.zero_gemini.chunks.chunk import Chunk
 from meshfold.zero_gemini.sharded_model import chunked_model
 from meshfold.zero_gemini.sharded_model.build import lay_out_parameters
@@ -201,6 +202,36 @@ def test_moves_have_the_same_addresses_in_each_replay(monkeypatch: pytest.Monkey
     # Which of two chunks goes first depends on the host's optimizer.
     assert sorted(runs[2]) == sorted(runs[3]) == sorted(runs[4])
     assert chunks > 4 and max(Counter(runs[2]).values()) <= 3  # the first and the last one are used in several places
+
+
+def test_a_replay_waits_at_the_places_of_an_eager_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts of a step are timed between its waits for parameters, of which replays know the units as hooks do."""
+    found = []
+    with recorded(monkeypatch):
+        for cuda_graph in (False, True):
+            with engine_of(gpt(), cuda_graph=cuda_graph) as engine:
+                spread(engine)
+                train(engine, batches(3))
+                gemini, places = engine.states.gemini, list[int]()
+
+                @contextmanager
+                def watch(what: str, gemini: Gemini = gemini, places: list[int] = places) -> Iterator[None]:
+                    yield
+                    if what == "parameters":
+                        places.append(gemini.units_entered)
+
+                with gemini.memory.waiting.watched(watch):
+                    train(engine, batches(1))
+                found.append(places)
+                runtime = gemini._runtime
+                units = len(runtime.order)
+                heavy = {at for at, unit in enumerate(runtime.order, 1) if unit not in runtime._light}
+                if cuda_graph:
+                    assert report_of(engine).replays == 2
+    eager, replayed = found
+    after = {0, units}  # parameters are shown again after the step
+    assert set(replayed) - after >= set(eager) - after and len(set(eager) - after) > 4
+    assert set(replayed) >= heavy  # a unit is timed by itself, also if no chunk moves
 
 
 def test_a_loss_that_is_not_finite_is_searched_eagerly(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,22 +52,20 @@ DIAGONAL: list[Case] = [
 
 @pytest.mark.few(3)
 @pytest.mark.parametrize(("count", "model", "parallel"), DIAGONAL, ids=str)
-def test_losses_norms_and_gradients_are_serial(count: int, model: str, parallel: dict[str, Any]) -> None:
+def test_logits_losses_norms_and_gradients_are_serial(count: int, model: str, parallel: dict[str, Any]) -> None:
     """SGD without momentum: weights after a step are the gradients, clipped by the norm of all of them."""
     assert_same(on_ranks(count, parallel, model), serial(model), parallel)
 
 
 def products() -> list[Case]:
-    """Every combination that fits on 8 ranks."""
+    """Every combination; experts over 8 ranks in two stages take 16."""
     found: list[Case] = []
     for size, tensor, stage, pipeline in product((2, 4, 8), (1, 2), (0, 1, 2, 3), (1, 2)):
         data = max(2, size // tensor)
-        if data * tensor * pipeline > 8:
-            continue
         parallel: dict[str, Any] = dict(data=data, tensor=tensor, expert=size)
         parallel |= {} if pipeline == 1 else dict(pipeline=pipeline)
         parallel |= {} if stage == 0 else dict(zero=zero(stage))
-        models = ("unbalanced",) if pipeline > 1 else ("plain", "starved")
+        models = ("unbalanced", "unbalanced starved") if pipeline > 1 else ("plain", "starved")
         found += [(data * tensor * pipeline, model, parallel) for model in models]
     for size, tensor, pipeline in (
         (2, 2, 2),
@@ -79,7 +77,7 @@ def products() -> list[Case]:
         parallel = dict(data=max(2, size // tensor), tensor=tensor, expert=how, zero=zero(3))
         parallel |= {} if pipeline == 1 else dict(pipeline=pipeline)
         count = max(2, size // tensor) * tensor * pipeline
-        found.append((count, "unbalanced" if pipeline > 1 else "starved", parallel))
+        found.append((count, "unbalanced starved" if pipeline > 1 else "starved", parallel))
     shared: list[dict[str, Any]] = [dict(data=8), dict(data=4, tensor=2), dict(data=2, sequence=RING, tensor=2)]
     for parallel, size, stage in product(shared, (1, 2, 4), (0, 1, 2, 3)):
         more = {} if stage == 0 else dict(zero=zero(stage))
@@ -200,6 +198,18 @@ def test_a_run_goes_on_under_any_expert_size_and_none(tmp_path: Path, stage: int
     assert resume({}, path) == pytest.approx(wanted, rel=1e-9)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_run_over_eight_ranks_goes_on_under_every_expert_size(tmp_path: Path, stage: int) -> None:
+    path, shared = str(tmp_path / "run"), {} if stage == 0 else dict(zero=zero(stage))
+    wanted = run_on_ranks(8, save, dict(data=4, tensor=2, expert=8, **shared), path)[0]
+    for size, other in product(
+        (1, 2, 4, 8), (dict(data=8, zero=zero(2)), dict(data=2, tensor=4), dict(data=4, tensor=2))
+    ):
+        parallel: dict[str, Any] = dict(**other, expert=size)
+        assert run_on_ranks(8, resume, parallel, path)[0] == pytest.approx(wanted, rel=1e-9), parallel
+
+
 # -- refusals -----------------------------------------------------------------------------------------------------------
 
 
@@ -254,9 +264,10 @@ def test_what_does_not_fit_is_refused_with_what_to_write() -> None:
 # -- pipelines ----------------------------------------------------------------------------------------------------------
 
 
-def counting_all(count: int) -> list[dict[str, torch.Tensor]]:
-    """Batches in which every label counts, so that micro-batches weigh alike."""
-    return [{"input_ids": batch["input_ids"], "labels": batch["input_ids"]} for batch in batches(count)]
+def counting_all(ranks: int) -> list[dict[str, torch.Tensor]]:
+    """Two batches in which every label counts, so that micro-batches weigh alike; with a row for each of two on every rank."""
+    given = batches(2, rows=max(8, 2 * ranks))
+    return [{"input_ids": batch["input_ids"], "labels": batch["input_ids"]} for batch in given]
 
 
 def through_stages(parallel: dict[str, Any], model: str, **settings: Any) -> Seen:
@@ -264,7 +275,7 @@ def through_stages(parallel: dict[str, Any], model: str, **settings: Any) -> See
     numbers: list[float] = []
     state: dict[str, torch.Tensor] = {}
     with engine_of(parallel, model, **settings) as engine:
-        for step, batch in enumerate(counting_all(2)):
+        for step, batch in enumerate(counting_all(parallel.get("data", 1))):
             numbers.append(engine.train_step(engine.shard_batch(batch)))
             assert engine.last is not None and engine.last.grad_norm is not None
             numbers.append(engine.last.grad_norm)
@@ -277,7 +288,7 @@ def one_by_one(model: str, ranks: int, microbatches: int) -> Seen:
     numbers: list[float] = []
     state: dict[str, torch.Tensor] = {}
     with engine_of({}, model, gradient_accumulation=microbatches) as engine:
-        for step, batch in enumerate(counting_all(2)):
+        for step, batch in enumerate(counting_all(ranks)):
             rows = torch.arange(len(batch["labels"])).view(ranks, microbatches, -1)
             losses = [
                 engine.train_step({name: value[rows[:, number].flatten()] for name, value in batch.items()})
@@ -310,13 +321,13 @@ def test_a_balance_loss_counts_on_the_routers_of_all_stages(count: int, model: s
 
 
 def staged_products() -> list[Case]:
-    """Every combination in two stages that fits on 8 ranks, every second one of them with starved experts."""
+    """Every combination in two stages, with starved experts and without; those over 8 ranks take 16."""
     found: list[Case] = []
-    for size, tensor, stage in product((2, 4), (1, 2), (0, 1, 2, 3)):
-        data = size // tensor
+    for size, tensor, stage in product((2, 4, 8), (1, 2), (0, 1, 2, 3)):
+        data = max(2, size // tensor)
         parallel: dict[str, Any] = dict(data=data, tensor=tensor, expert=size, pipeline=staged())
         parallel |= {} if stage == 0 else dict(zero=zero(stage))
-        found.append((2 * data * tensor, "deep starved" if stage % 2 else "deep", parallel))
+        found += [(2 * data * tensor, model, parallel) for model in ("deep", "deep starved")]
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn import functional as F
 
 from meshfold.engine import Engine, precision
 from meshfold.mesh.parameters import WeightWriteError, with_written
@@ -258,6 +260,49 @@ def test_computed_weights_of_a_released_parameter_are_refused_by_name_on_every_r
     refused = r"'blocks\.\d\.inner\.weight', which has no elements now.* move the computation into the module"
     with pytest.raises(WeightWriteError, match=refused):
         engine.train_step(batch)
+
+
+class Penalised(nn.Module):
+    """Computes with a block's parameter after the block."""
+
+    def __init__(self, penalty: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.blocks, self.penalty = nn.ModuleList(Layer(1100) for _ in range(2)), penalty
+
+    def forward(self, x: Tensor) -> Tensor:
+        first: Any = self.blocks[0]
+        for block in self.blocks:
+            x = block(x)
+        assert first.inner.weight.requires_grad and first.inner.weight.dtype == torch.float32
+        return x + self.penalty(first.inner.weight, x).sum()
+
+
+PENALTIES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "exp()": lambda w, x: torch.exp(w),
+    "linear()": lambda w, x: F.linear(x, w),
+    "einsum()": lambda w, x: torch.einsum("ij,kj->ik", x, w),
+    "cat()": lambda w, x: torch.cat([w, w]),
+    "zeros_like()": lambda w, x: torch.zeros_like(w),
+    ".T": lambda w, x: x @ w.T,
+}
+
+
+@ranks(2)
+def test_functions_of_a_released_parameter_are_refused_by_its_name() -> None:
+    """torch would compute with no elements, or say that sizes do not match."""
+    for what, penalty in PENALTIES.items():
+        with Engine(
+            Penalised(penalty),
+            SPECS["zero 3"],
+            optimizer=OPTIMIZERS["our kernels"],
+            loss_fn=lambda output, batch: output.square().mean(),
+        ) as engine:
+            batch = engine.shard_batch((torch.ones(2, 1100) / 10, torch.zeros(2, 1)))
+            refused = (
+                rf"{re.escape(what)} of 'blocks\.0\.inner\.weight', which has no elements now.* move the computation"
+            )
+            with pytest.raises(WeightWriteError, match=refused):
+                engine.train_step(batch)
 
 
 @ranks(2)

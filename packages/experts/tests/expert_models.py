@@ -55,6 +55,8 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
         dict(num_local_experts=EXPERTS, intermediate_size=FFN, head_dim=8, sliding_window=16),
     ),
 }
+# What tensor parallelism does not split: latent attention, and parameters of attention itself.
+WHOLE_ATTENTION = {family: {"*.self_attn": "replicate"} for family in ("deepseek", "gpt-oss")}
 
 
 def model_of(family: str, *, eager: bool = True) -> Any:

@@ -17,7 +17,7 @@ from meshfold.mesh import SpecError
 from meshfold.mesh.testing import run_on_ranks
 
 sys.path.append(str(Path(__file__).parents[2] / "experts" / "tests"))  # for the models there, on every rank
-from expert_models import COMMON, FAMILIES, model_of
+from expert_models import COMMON, FAMILIES, WHOLE_ATTENTION, model_of
 
 # transformers computes norms, softmax and the loss in float32 whatever the weights are.
 TOLERANCE = 3e-6
@@ -42,6 +42,8 @@ def steps(cases: list[tuple[str, dict[str, Any]]]) -> Seen:
     found: Seen = []
     for family, parallel in cases:
         settings: dict[str, Any] = dict(optimizer=dict(name="sgd", lr=1.0), precision="fp64", clip_grad_norm=0.5)
+        if "tensor" in parallel:
+            settings["rules"] = WHOLE_ATTENTION.get(family)
         with Engine(model(family), parallel, **settings) as engine:
             loss = engine.train_step(engine.shard_batch(batch()))
             assert engine.last is not None and engine.last.grad_norm is not None
@@ -74,6 +76,9 @@ def test_a_family_with_each_other_entry() -> None:
             ("qwen3", dict(data=2, expert=2, tensor=2, sequence=dict(mode="megatron"))),
             ("deepseek", dict(data=2, expert=2, pipeline=2)),
             ("qwen2", dict(expert=2, tensor=dict(mode="2d", size=4))),
+            ("deepseek", dict(data=2, expert=4, tensor=2)),
+            ("gpt-oss", dict(data=2, expert=2, tensor=2, zero=zero)),
+            ("olmoe", dict(data=2, expert=2, tensor=2)),
         ],
     )
 

@@ -20,10 +20,10 @@ from torch.nn import functional as F
 from meshfold.engine import Engine
 from meshfold.inference import Generator, Sampling
 from meshfold.inference.forward import SUMS, PagedForward
-from meshfold.inference.fused_sums import OneShot
 from meshfold.kernels import RowWeight, sum_add_norm
 from meshfold.mesh import Environment, Group, all_gather, all_reduce
 from meshfold.models import LlamaConfig, build
+from meshfold.tensor_parallel.few_rows.one_shot_sums import OneShot
 
 SIZES = dict(vocab_size=128256, hidden=4096, layers=32, heads=32, kv_heads=8, ffn=14336, max_positions=512, tie=False)
 TINY = dict(vocab_size=256, hidden=64, layers=2, heads=4, kv_heads=2, ffn=128, max_positions=64, tie=False)

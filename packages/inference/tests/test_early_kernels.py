@@ -11,11 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshfold.inference import Sampling, decode, measured
+from meshfold.inference import Sampling, decode
 from meshfold.inference.cache import Rows
 from meshfold.inference.requests import Request, Span
-from meshfold.kernels import overlap
+from meshfold.kernels import overlap, token_graphs
 from meshfold.kernels.weights_ahead import Ahead, launch_ahead, take_product
+from meshfold.tensor_parallel.few_rows import measured
 
 OLD: dict[Tensor, Tensor] = {}
 CPU, WORDS = torch.device("cpu"), 11
@@ -70,8 +71,8 @@ def generated(
         kept.clear()
         return found
 
-    monkeypatch.setattr(decode, "captured", captured)
-    monkeypatch.setattr(decode, "gpu_ms", ms)
+    monkeypatch.setattr(token_graphs.TokenGraphs, "capture", staticmethod(captured))
+    monkeypatch.setattr(token_graphs, "gpu_ms", ms)
     greedy = Sampling(temperature=0.0, repetition_penalty=1.3)
     request = Request(0, (3, 1, 4), greedy)
     request.pages = [0, 1, 2]

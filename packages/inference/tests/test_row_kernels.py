@@ -18,12 +18,14 @@ from torch import Tensor, nn
 from meshfold.engine import Engine
 from meshfold.inference import Generator, Sampling, quantize
 from meshfold.inference.forward import PagedForward
-from meshfold.inference.fused_sums import FusedSums, OneShot, wrong_sums
-from meshfold.inference.routing import head_of
-from meshfold.inference.row_kernels import RowKernels
 from meshfold.kernels import RowWeight, row_product, sum_add_norm
 from meshfold.mesh import Group, SpecError, all_reduce
 from meshfold.mesh.testing import run_on_ranks
+from meshfold.models import head_of
+from meshfold.tensor_parallel.few_rows.fused_sums import FusedSums
+from meshfold.tensor_parallel.few_rows.one_shot_sums import OneShot, wrong_sums
+from meshfold.tensor_parallel.few_rows.row_kernels import RowKernels
+from meshfold.tensor_parallel.few_rows.split_words import SplitWords
 
 GREEDY = Sampling(temperature=0.0, max_new_tokens=6)
 
@@ -48,7 +50,7 @@ def test_texts_are_the_same(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
         quantize(model, "int4", group=16)
     generator, kernels = with_kernels(model)
     rows = []
-    from meshfold.inference import row_kernels
+    from meshfold.tensor_parallel.few_rows import row_kernels
 
     real = row_kernels.row_product
 
@@ -73,7 +75,7 @@ def test_texts_are_the_same(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def on_ranks(form: str) -> tuple[list[list[int]], int, int]:
-    from meshfold.inference import row_kernels
+    from meshfold.tensor_parallel.few_rows import row_kernels
 
     with Engine(own("llama"), dict(tensor=2)) as engine:
         if form:
@@ -118,7 +120,7 @@ def test_a_norm_that_its_name_belies_is_found_out(monkeypatch: pytest.MonkeyPatc
 
 
 def test_kernels_that_cannot_be_made_are_done_without(monkeypatch: pytest.MonkeyPatch) -> None:
-    from meshfold.inference import row_kernels
+    from meshfold.tensor_parallel.few_rows import row_kernels
 
     def broken(*arguments: Any, **more: Any) -> torch.Tensor:
         raise RuntimeError("ptxas: no such file\nand more")
@@ -136,8 +138,8 @@ def test_kernels_that_cannot_be_made_are_done_without(monkeypatch: pytest.Monkey
 
 def measured_on_ranks() -> list[tuple[int, int] | None]:
     """Rows of the programs that a rank takes: each measures another, then none of them, then one fails."""
-    from meshfold.inference import measured
     from meshfold.kernels.row_tiles import Tile
+    from meshfold.tensor_parallel.few_rows import measured
 
     found: list[tuple[int, int] | None] = []
     with Engine(own("llama"), dict(tensor=2)) as engine:
@@ -293,15 +295,14 @@ def test_sums_over_ranks_take_the_norms_after_them_along(kinds: list[str]) -> No
 
 def choosing_on_ranks() -> list[list[tuple[int, ...]]]:
     """Shapes that ranks gather while they generate two greedy sequences, three drawn ones, and one that is truncated."""
-    from meshfold.inference import split_words
-
+    split_words: Any = sys.modules[SplitWords.__module__]
     found: list[list[tuple[int, ...]]] = []
     real = split_words.all_gather
     with Engine(own("llama"), dict(tensor=2)) as engine:
         generator = Generator(engine.generator, most_rows=4)
         for count, settings in ((2, dict(temperature=0.0)), (3, dict(temperature=0.7)), (1, dict(top_k=5))):
             shapes: list[tuple[int, ...]] = []
-            split_words.all_gather = lambda x, *others, to=shapes: (to.append(tuple(x.shape)), real(x, *others))[1]  # type: ignore[misc]
+            split_words.all_gather = lambda x, *others, to=shapes: (to.append(tuple(x.shape)), real(x, *others))[1]
             try:
                 generator.generate(prompts(count), sampling=Sampling(max_new_tokens=4, **settings))  # type: ignore[arg-type]
             finally:

@@ -498,15 +498,19 @@ def test_a_resumed_run_follows_the_schedule_of_its_settings(
     assert {group["initial_lr"] for group in state["optimizer"]["groups"]} == {4e-3}
 
 
-@pytest.mark.parametrize("name", ["lamb", "came"])
-def test_a_run_with_another_optimizer_is_planned_and_goes_on(name: str, text: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["lamb", "came", "adafactor_hf"])
+def test_a_run_with_another_optimizer_is_planned_and_goes_on(
+    name: str, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = ["train", "--data", str(text), *TINY, "--optimizer", name, "--lr", "1e-2", "--parallel", "zero.stage=1"]
     out = tmp_path / "run"
     assert main([*run, "--out", str(out), "--steps", "1"]) == 0
     assert main(["train", "--out", str(out), "--resume", "--steps", "2"]) == 0
     state = json.loads((out / "checkpoint" / "state.json").read_text())
-    assert state["optimizer"]["class"].lower() == name
-    assert OPTIMIZERS.keys() == MOMENTS.keys() >= set(OPTIMIZER_NAMES)
+    assert state["optimizer"]["class"] == OPTIMIZERS[name].__name__
+    assert main(["train", "--out", str(out), "--resume", "--steps", "3", "--optimizer", "lion"]) != 0
+    assert f"holds the state of {name}; type --optimizer {name}" in capsys.readouterr().err
+    assert OPTIMIZERS.keys() == MOMENTS.keys() == set(OPTIMIZER_NAMES)
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,8 @@ from __future__ import annotations
 
 from meshfold.inference.generator import Generator, Piece, Rollouts
 from meshfold.inference.pages import OutOfPages, Pages
-from meshfold.inference.quantize import Quantized, quantize
 from meshfold.inference.requests import Request
 from meshfold.inference.sampling import Sampling
+from meshfold.tensor_parallel import Quantized, quantize
 
 __all__ = ["Generator", "OutOfPages", "Pages", "Piece", "Quantized", "Request", "Rollouts", "Sampling", "quantize"]

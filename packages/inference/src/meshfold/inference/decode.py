@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 
@@ -20,13 +19,12 @@ from torch import Tensor
 from meshfold.inference.cache import Rows
 from meshfold.inference.requests import Request, Span
 from meshfold.inference.sampling import Sampling, SamplingRows, sample, sampling_rows
-from meshfold.inference.split_words import SplitWords
-from meshfold.kernels import WeightsAhead, overlapped_launches
+from meshfold.kernels import TokenGraphs
+from meshfold.tensor_parallel.few_rows import SplitWords
 
 Logits = Callable[[Tensor, Tensor, Rows], Tensor]
 """ids and positions ``b``, and what attention needs of this rank's rows -> logits ``b v``"""
 _IDLE = Sampling(temperature=0.0)
-_TRIES = 3
 
 
 def bucket(rows: int) -> int:
@@ -219,7 +217,7 @@ class DecodeBatch:
             agree: as of :meth:`run`.
         """
         try:
-            graph = captured(advance)
+            graph = TokenGraphs.capture(advance)
         except RuntimeError as error:
             self._captures = False
             reason = (str(error) or type(error).__name__).split("\n")[0]
@@ -227,113 +225,21 @@ class DecodeBatch:
             return
         if agree is not None:
             after = self._state()
-            graph = self._fastest(graph, advance, before, agree)
-            self._restore(after)
+            graphs = TokenGraphs(advance, self._changing, before, self._ids, self._found, agree)
+            graph = graphs.fastest(graph)
+            for part, value in zip(self._changing, after, strict=True):
+                part.copy_(value)
         self._graphs[self._settings.parts] = graph
-
-    def _fastest(
-        self,
-        graph: torch.cuda.CUDAGraph,
-        advance: Callable[[], None],
-        before: list[Tensor],
-        agree: Callable[[bool], bool],
-    ) -> torch.cuda.CUDAGraph:
-        """Return the fastest of graphs: one whose kernels begin early, one that fetches weights ahead too, or the plain one."""
-
-        def begins_early() -> torch.cuda.CUDAGraph:
-            with overlapped_launches():
-                self._restore(before)
-                advance()  # compiles
-                return captured(advance)
-
-        early = self._faster(graph, begins_early, "begin early", before, agree)
-        launches = nullcontext if early is graph else overlapped_launches
-        ahead = WeightsAhead()
-
-        def token() -> None:
-            with ahead.token(), launches():
-                advance()
-
-        def fetches() -> torch.cuda.CUDAGraph:
-            self._restore(before)
-            token()  # compiles
-            if ahead.problem:
-                raise RuntimeError(ahead.problem)
-            return captured(token)
-
-        self._restore(before)
-        token()  # records its products
-        return self._faster(early, fetches, "fetch weights ahead", before, agree) if ahead.fetches else early
-
-    def _faster(
-        self,
-        graph: torch.cuda.CUDAGraph,
-        make: Callable[[], torch.cuda.CUDAGraph],
-        what: str,
-        before: list[Tensor],
-        agree: Callable[[bool], bool],
-    ) -> torch.cuda.CUDAGraph:
-        """Return another graph if it is faster than this one, and chooses the same tokens on all ranks.
-
-        A step that runs again from the same state writes the same keys and values.
-
-        Args:
-            graph: the one that stays otherwise.
-            make: returns the other.
-            what: the other's kernels do.
-            before: the state that both start from.
-            agree: as of :meth:`run`.
-        """
-        other, reason = None, ""
-        try:
-            other = make()
-        except Exception as problem:  # of Triton's compiler, or of a driver that captures no such launch
-            reason = (str(problem) or type(problem).__name__).strip().split("\n")[0]
-        if not agree(other is not None) or other is None:
-            warnings.warn(f"kernels of a token do not {what}, which is slower: {reason or 'on a rank'}", stacklevel=4)
-            return graph
-        graphs = (graph, other)
-        times, found = [float("inf")] * 2, [self._tokens] * 2
-        for _ in range(_TRIES):
-            for i, each in enumerate(graphs):
-                self._restore(before)
-                self._ids.zero_()  # another token leaves other values wherever a kernel could read too early
-                each.replay()
-                self._restore(before)
-                times[i] = min(times[i], gpu_ms(each.replay))
-                found[i] = torch.cat((self._tokens.double(), self._logprobs))
-        same = torch.equal(*found)
-        if not same:
-            warnings.warn(f"kernels of a token that {what} choose other words; they are not taken", stacklevel=4)
-        return other if agree(same) and times[1] < times[0] else graph
 
     def _state(self) -> list[Tensor]:
         """Return copies of what a step changes."""
         return [part.clone() for part in self._changing]
 
-    def _restore(self, state: Sequence[Tensor]) -> None:
-        for part, value in zip(self._changing, state, strict=True):
-            part.copy_(value)
+    def _found(self) -> Tensor:
+        """Return all tokens and their log-probs."""
+        return torch.cat((self._tokens.double(), self._logprobs))
 
     @property
     def _changing(self) -> list[Tensor]:
         parts = [self._ids, self._positions, self._step, self._tokens, self._logprobs]
         return parts if self._seen is None else [*parts, self._seen]
-
-
-def captured(run: Callable[[], None]) -> torch.cuda.CUDAGraph:
-    """Return a CUDA graph of what a function launches."""
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # other threads watch ranks
-        run()
-    return graph
-
-
-def gpu_ms(run: Callable[[], None]) -> float:
-    """Return the milliseconds that a GPU takes for what a function launches."""
-    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    run()
-    stop.record()
-    stop.synchronize()
-    return float(start.elapsed_time(stop))

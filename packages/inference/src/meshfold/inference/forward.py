@@ -17,22 +17,27 @@ from torch import Tensor, nn
 from meshfold.inference.batch import Batch, RowParts, lay_out
 from meshfold.inference.cache import LayerShape, PagedLayer, Pool, Rows
 from meshfold.inference.calls import ModelCalls
-from meshfold.inference.compiled import CompiledBlocks
 from meshfold.inference.decode import DecodeBatch, bucket
-from meshfold.inference.fused_sums import FusedSums, OneShot
-from meshfold.inference.measured import agreement, choose_row_programs
 from meshfold.inference.requests import Request, Span, Step
-from meshfold.inference.routing import Tables, head_of, routed, unrouted_reason
-from meshfold.inference.row_kernels import RowKernels
 from meshfold.inference.runner import Sampled, draw, seen_words
 from meshfold.inference.sampling import Sampling
 from meshfold.inference.short_steps import GraphMemory, ShortSteps, short_rows
-from meshfold.inference.split_words import SplitWords, split_words
 from meshfold.mesh import SpecError
 from meshfold.mesh.collectives import all_gather_object
 from meshfold.mesh.model_io import eval_mode
 from meshfold.mesh.tracking import uncompiled, without_tracking
+from meshfold.models import head_of, routed, unrouted_reason
 from meshfold.tensor_parallel.convert import attention_part, padding_for_decoding, row_multiple
+from meshfold.tensor_parallel.few_rows import (
+    CompiledBlocks,
+    FusedSums,
+    OneShot,
+    RowKernels,
+    SplitWords,
+    agreement,
+    choose_row_programs,
+    split_words,
+)
 
 SUMS = ("packets", "flags", "collectives")
 """How few rows are summed over the GPUs of a machine: data and flag in one word, if very few; flags behind the data; by NCCL."""
@@ -251,22 +256,12 @@ class PagedForward:
 
     # -- attention --------------------------------------------------------------------------------------------------
 
-    def _attend(
-        self,
-        layer: nn.Module,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        scale: float | None,
-        window: int | None,
-        rotary: Tables = None,
-    ) -> Tensor:
+    def _attend(self, layer: nn.Module, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         if self._calls.looks:
             return _unattended(q, v)
         if self._rows is None or q.shape[0] != self._rows.page.shape[0]:
             raise SpecError(f"attention has {q.shape[0]} rows on this rank, not those of the batch")
-        return self.pool.attend(self._number[layer], q, k, v, self._rows, scale=scale, window=window, rotary=rotary)
+        return self.pool.attend(self._number[layer], q, k, v, self._rows, **options)
 
     def _choose(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         """Make the head compute logits of only the chosen rows."""

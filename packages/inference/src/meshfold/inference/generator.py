@@ -13,10 +13,9 @@ from meshfold.inference.forward import SUMS, PagedForward
 from meshfold.inference.host_pages import HostPages
 from meshfold.inference.pages import Pages
 from meshfold.inference.requests import Request, ids_of
-from meshfold.inference.runner import Runner
+from meshfold.inference.runner import Runner, WholeForward
 from meshfold.inference.sampling import Sampling, request_seed
 from meshfold.inference.schedule import Part, Scheduler
-from meshfold.inference.whole_forward import WholeForward
 from meshfold.kernels import CACHE_FORMS
 from meshfold.mesh import MeshfoldError, SpecError, collector_paused, did_you_mean
 from meshfold.mesh.spec import argument_checks as settings

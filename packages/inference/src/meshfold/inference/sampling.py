@@ -18,11 +18,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from meshfold.inference.split_words import SplitWords
 from meshfold.kernels import choose_words, log_exponential, merge_words, random_bits, random_stream, word_parts
 from meshfold.mesh import SpecError
 from meshfold.mesh.random import key_of
 from meshfold.mesh.spec import argument_checks as settings
+from meshfold.tensor_parallel.few_rows import SplitWords
 
 _KEY, _WORD, _REQUEST = (key_of(f"meshfold.inference.{name}") for name in ("position", "word", "request"))
 _OFF = 1 << 30

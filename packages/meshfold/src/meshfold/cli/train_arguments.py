@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 _OF_THE_COMMAND = ("help", "out", "ranks", "machine", "resume", "no_plan", "report", "json", "model", "hf")
 FP8_NAMES = ("rowwise_hp_dw", "rowwise", "tensorwise", "block128")
 OPTIMIZER_NAMES = (
-    *("adamw", "adam", "sgd", "lion", "lamb", "lars", "adafactor", "came", "muon"),
+    *("adamw", "adam", "sgd", "lion", "lamb", "lars", "adafactor", "adafactor_hf", "came", "muon"),
     *("galore_adamw", "galore_adafactor"),
 )
-"""Those of the engine that take a learning rate and a weight decay unchanged."""
+"""Those of the engine."""
 RECOMPUTE = "activations in backward: of every block, or of those that the plan of zero says (the model's own business)"
 
 

@@ -89,8 +89,9 @@ def check_folder(settings: TrainSettings, progress: Progress) -> None:
         found = Checkpoint(path)
         for damaged in settings.checkpoints.damaged():
             progress.say(f"warning: {damaged} is not complete, and is passed over")
-        trained_with = str(found.state.get("optimizer", {}).get("class")).lower()
-        if trained_with in OPTIMIZERS and trained_with != settings.optimizer:
+        by_class = {cls.__name__: name for name, cls in OPTIMIZERS.items()}
+        trained_with = by_class.get(str(found.state.get("optimizer", {}).get("class")), settings.optimizer)
+        if trained_with != settings.optimizer:
             raise Failure(
                 f"--optimizer {settings.optimizer}: {path} holds the state of {trained_with}; type "
                 f"--optimizer {trained_with}, or start over in another --out"

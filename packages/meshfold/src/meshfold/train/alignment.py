@@ -15,6 +15,7 @@ from meshfold.data.tokenizers import load_tokenizer, tokenizer_of_model
 from meshfold.mesh import SpecError
 from meshfold.train.metrics import read_metrics
 from meshfold.train.model_choice import ModelChoice, choose_model
+from meshfold.train.optimizers import optimizer_settings
 from meshfold.train.plots import can_plot, plot_loss
 from meshfold.train.schedule import lr_schedule
 
@@ -126,7 +127,11 @@ def _phases(arguments: argparse.Namespace, parallel: Any, choice: ModelChoice, e
         models=models,
         trained=[name for name in models if name in ("policy", "critic")],
         work=work,
-        settings=dict(precision=a.precision, optimizer=dict(name=a.optimizer), recompute=_recompute(a)),
+        settings=dict(
+            precision=a.precision,
+            optimizer=optimizer_settings(a.optimizer, lr=a.lr, weight_decay=a.weight_decay),
+            recompute=_recompute(a),
+        ),
         micro_steps=a.micro_steps,
     )
 
@@ -151,7 +156,7 @@ def _trainer(
         rules=rules,
         batch_size=a.batch_size,
         micro_steps=a.micro_steps,
-        optimizer=dict(name=a.optimizer, lr=a.lr, weight_decay=a.weight_decay),
+        optimizer=optimizer_settings(a.optimizer, lr=a.lr, weight_decay=a.weight_decay),
         lr_scheduler=lr_schedule(a.schedule, warmup=a.warmup, steps=a.steps * updates),
         clip_grad_norm=a.clip or None,
         precision=a.precision,

@@ -34,6 +34,7 @@ from meshfold.mesh.spec import format_value
 from meshfold.mesh.watchdog import report_errors
 from meshfold.train.metrics import MetricsFile, flops_per_token, open_trackers, peak_flops, read_metrics
 from meshfold.train.model_choice import ModelChoice, check_name, choose_model
+from meshfold.train.optimizers import optimizer_settings
 from meshfold.train.plots import can_plot, plot_loss
 from meshfold.train.progress import Progress
 from meshfold.train.run_folder import hold_folder, write_settings
@@ -222,7 +223,7 @@ def _write_sample(engine: Engine, settings: TrainSettings, inputs: Inputs, progr
 
 def optimizer_of(settings: TrainSettings) -> dict[str, Any]:
     """Return the optimizer as the engine takes it."""
-    chosen: dict[str, Any] = dict(name=settings.optimizer, lr=settings.lr, weight_decay=settings.weight_decay)
+    chosen = optimizer_settings(settings.optimizer, lr=settings.lr, weight_decay=settings.weight_decay)
     return {**chosen, "no_decay": "norms_and_biases"}
 
 

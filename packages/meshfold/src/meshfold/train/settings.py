@@ -34,7 +34,8 @@ class TrainSettings:
         batch_size: sequences of a global batch: what one optimizer step sees.
         seq_len: tokens of a sequence.
         accumulate: micro-steps that a global batch is split into.
-        optimizer: adamw, adam, sgd, lion, lamb, lars, adafactor, came, muon, galore_adamw or galore_adafactor.
+        optimizer: adamw, adam, sgd, lion, lamb, lars, adafactor, adafactor_hf, came, muon, galore_adamw or
+            galore_adafactor.
         lr: the highest learning rate.
         warmup: steps on the way up to it.
         schedule: ``"cosine"``, ``"linear"`` or ``"constant"``, after that.

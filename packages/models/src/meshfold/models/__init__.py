@@ -16,6 +16,7 @@ from meshfold.models.llama import Llama
 from meshfold.models.loss import CausalLMLoss, CausalLMOutput
 from meshfold.models.moe import MoELlamaConfig
 from meshfold.models.presets import PRESETS, build, preset
+from meshfold.models.routing import head_of, routed, unrouted_reason
 from meshfold.models.vit import ImageClasses, ViT
 from meshfold.models.vit_config import VITS, ViTConfig, vit_preset
 
@@ -37,7 +38,10 @@ __all__ = [
     "attention_window",
     "build",
     "generate",
+    "head_of",
     "preset",
+    "routed",
+    "unrouted_reason",
     "vit_preset",
 ]
 

@@ -18,6 +18,7 @@ from meshfold.tensor_parallel.matmul import matmul
 from meshfold.tensor_parallel.modes import MODES, Mode, find_mode
 from meshfold.tensor_parallel.plan import MatmulPlan, Move, plan
 from meshfold.tensor_parallel.plot import draw_matmul, draw_mesh, draw_mode
+from meshfold.tensor_parallel.quantize import Quantized, quantize
 
 __all__ = [
     "MODES",
@@ -32,6 +33,7 @@ __all__ = [
     "Mode",
     "Move",
     "Placed",
+    "Quantized",
     "RMSNorm",
     "Report",
     "bind_fp8_cast_products",
@@ -46,5 +48,6 @@ __all__ = [
     "matmul_cost",
     "parallelize",
     "plan",
+    "quantize",
     "without_outer_ranks",
 ]

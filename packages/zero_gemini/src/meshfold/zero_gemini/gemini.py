@@ -290,6 +290,7 @@ class Gemini(ChunkedModel):
     def capturing(self, capture: CapturedMoves) -> Iterator[None]:
         """Context manager: capture the forward inside, or the backward, whose role is ``"last"``, with the moves of chunks."""
         parts: list[Runtime | GradientFlow | ChunkGradient] = [self._runtime, self._flow, *self._gradients.values()]
+        capture.waiting = self.memory.waiting
         for part in parts:
             part.capture = capture
         try:
@@ -301,7 +302,8 @@ class Gemini(ChunkedModel):
 
     def replay(self, capture: CapturedMoves, *, backward: bool) -> None:
         """Run the captured forward again, or the backward, between ``begin`` and ``finish`` as an eager one."""
-        capture.replay(int(backward))
+        with self._runtime.replaying(capture):
+            capture.replay(int(backward))
         if backward:
             self._flow.replayed()
 

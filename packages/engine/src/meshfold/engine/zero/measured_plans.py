@@ -37,6 +37,7 @@ from meshfold.zero_gemini.planner import (
     Workload,
     evaluate_placement,
     recost,
+    timed,
 )
 from meshfold.zero_gemini.profiler import PhaseSeconds, Trace, workload_of
 
@@ -142,7 +143,10 @@ class MeasuredPlans:
         if spent:
             forward, backward = (max(seconds) for seconds in zip(*spent, strict=True))
             kept = [layer.name for layer in made.layers if layer.kept]
-            workload = workload.taking(forward=forward, backward=backward, kept=kept)
+            if compute is not None and compute.parts and len(told) == 1 and workload.timestep_seconds is not None:
+                workload = timed(workload, compute.parts, kept=kept)
+            else:
+                workload = workload.taking(forward=forward, backward=backward, kept=kept)
         return recost(made, workload, slowest(machine, [entry for _, entry, _ in told]))
 
     def _has_room_for_copies(self, made: Plan) -> bool:

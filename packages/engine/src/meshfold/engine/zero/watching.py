@@ -19,6 +19,7 @@ from meshfold.engine.model.recompute import RecomputedBlocks
 from meshfold.mesh.tracking import uncompiled
 from meshfold.zero_gemini import Gemini
 from meshfold.zero_gemini.optimizer import StepKind, StepTiming
+from meshfold.zero_gemini.planner import typical_parts
 from meshfold.zero_gemini.profiler import (
     CudaBytes,
     CudaClock,
@@ -76,7 +77,7 @@ class Watcher:
         self._tracer: StepTracer | None = None
         self._watch = ExitStack()
         clock = CudaClock(device) if device.type == "cuda" else WallClock()
-        self._phases = PhaseClock(gemini.memory.waiting, clock)
+        self._phases = PhaseClock(gemini.memory.waiting, clock, lambda: gemini.units_entered)
 
     def begin(self) -> None:
         """Watch the next forward, if nothing of this optimizer step was watched yet."""
@@ -113,7 +114,11 @@ class Watcher:
         """The median of what forwards and backwards took; None if no time was taken."""
         if not self.times:
             return None
-        return PhaseSeconds(median(x.forward for x in self.times), median(x.backward for x in self.times))
+        return PhaseSeconds(
+            median(x.forward for x in self.times),
+            median(x.backward for x in self.times),
+            typical_parts([x.parts for x in self.times]),
+        )
 
     def end(self) -> None:
         """Record the end of the backward."""

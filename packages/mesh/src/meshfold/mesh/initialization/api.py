@@ -20,14 +20,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from meshfold.mesh.errors import MeshfoldError
 from meshfold.mesh.initialization.replay import Replay, take_block
-from meshfold.mesh.initialization.trace import (
-    Reader,
-    Recorder,
-    Recording,
-    Ref,
-    Write,
-    noting_truncated_normal,
-)
+from meshfold.mesh.initialization.trace import Reader, Recorder, noting_truncated_normal
+from meshfold.mesh.initialization.writes import Recording, Ref, Write
 from meshfold.mesh.parameters.parameter_meta import copy_parameter_hooks, uncompiled_name
 from meshfold.mesh.random.numbers import key_of
 

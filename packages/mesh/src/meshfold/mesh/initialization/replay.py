@@ -16,16 +16,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from meshfold.mesh.errors import MeshfoldError
-from meshfold.mesh.initialization.trace import (
-    EMPTY,
-    TRUNCATED_NORMAL,
-    Geometry,
-    Recording,
-    Ref,
-    Target,
-    Window,
-    Write,
-)
+from meshfold.mesh.initialization.writes import EMPTY, TRUNCATED_NORMAL, Geometry, Recording, Ref, Target, Window, Write
 from meshfold.mesh.random.numbers import fill_normal_, fill_truncated_normal_, fill_uniform_
 
 _WHOLE_LIMIT = 1 << 26  # largest tensor, in elements, that is computed whole for a block of it

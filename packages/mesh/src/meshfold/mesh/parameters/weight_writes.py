@@ -9,11 +9,14 @@ parameter then has one of these classes, which torch and a model see as ``nn.Par
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import Any, Never
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from meshfold.mesh.errors import MeshfoldError
 from meshfold.mesh.parameters.gradient_proxy import GradientProxy
@@ -56,7 +59,25 @@ class WatchedParameter(nn.Parameter):
 
 
 class RefusingParameter(nn.Parameter):
-    """A parameter whose values are not there now; methods that would read or change them raise."""
+    """A parameter whose values are not there now; methods and functions that would read or change them raise."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run what asks for a shape, a dtype, a gradient or a hook, and what Meshfold calls itself.
+
+        Raises:
+            WeightWriteError: for any other function of torch, as ``torch.exp`` or ``F.linear``.
+        """
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        attribute = getattr(getattr(func, "__self__", None), "__name__", "")
+        if name not in _LOOKS or attribute in _VIEWS:
+            given = tree_leaves((args, kwargs))
+            mine = [one for one in given if isinstance(one, RefusingParameter)]
+            if mine and not any(isinstance(one, GradientProxy) for one in given) and not _is_ours():
+                _refuse(mine[0], f".{attribute}" if attribute in _VIEWS else f"{name}()")
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
 
     @property
     def data(self) -> Tensor:
@@ -75,6 +96,36 @@ class RefusingParameter(nn.Parameter):
         made.__class__ = RefusingParameter
         memo[id(self)] = made
         return made
+
+
+_LOOKS = frozenset(
+    """
+    __get__ __set__ __delete__ __hash__ __repr__ __len__ __format__ __dir__ __reduce_ex__ __eq__ size dim ndimension numel nelement
+    element_size stride is_contiguous is_floating_point is_complex is_signed is_pinned is_shared get_device data_ptr untyped_storage
+    storage_offset storage type requires_grad_ register_hook register_post_accumulate_grad_hook retain_grad backward has_names
+    is_same_size result_type can_cast is_tensor is_storage is_inference is_conj is_neg _is_view new_empty new_zeros new_ones
+    new_full new_tensor
+    """.split()  # noqa: SIM905
+)
+"""Names of what does not need values."""
+_VIEWS = frozenset(("T", "mT", "H", "mH", "real", "imag"))
+"""Attributes that are other views of the values."""
+
+
+def _is_ours() -> bool:
+    """Return True if Meshfold's own code called torch's function; it does not if it only passes a user's call on."""
+    frame: FrameType | None = sys._getframe(2)
+    ours: bool | None = None
+    while frame is not None and (package := str(frame.f_globals.get("__name__")).partition(".")[0]) in (
+        "torch",
+        "meshfold",
+    ):
+        if frame.f_code.co_name in ("__torch_function__", "__torch_dispatch__"):
+            ours = None
+        elif package == "meshfold":
+            ours = True
+        frame = frame.f_back
+    return ours is True
 
 
 def _refuse(parameter: nn.Parameter, what: str) -> Never:
@@ -146,9 +197,9 @@ def refuse(parameter: nn.Parameter, name: str, why: str, *, nothing: Tensor | No
     """
     if nothing is not None:
         _DATA.__set__(parameter, nothing)
-    _become(parameter, RefusingParameter)
-    parameter.__dict__[_WHY] = name, why
     settle(parameter)
+    parameter.__dict__[_WHY] = name, why
+    _become(parameter, RefusingParameter)
 
 
 def give(parameter: Tensor, values: Tensor) -> None:

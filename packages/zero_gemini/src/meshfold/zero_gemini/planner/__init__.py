@@ -20,6 +20,7 @@ import warnings
 from typing import Any
 
 from meshfold.zero_gemini.planner.memory import gather_windows
+from meshfold.zero_gemini.planner.observed import Part, timed, typical_parts
 from meshfold.zero_gemini.planner.options import (
     SPECULATIVE_STEP,
     SPLIT_STEP,
@@ -71,6 +72,7 @@ __all__ = [
     "Limits",
     "Machine",
     "MiB",
+    "Part",
     "Plan",
     "Regime",
     "Term",
@@ -90,5 +92,7 @@ __all__ = [
     "plan",
     "recost",
     "static",
+    "timed",
     "timeline",
+    "typical_parts",
 ]

@@ -21,6 +21,9 @@ If gradients go through a ring of buffers instead, backward waits for the step t
 for the forward, and the plan assumes none. Such a step is two phases, a forward in which nothing is stepped and a backward with the
 whole step in it.
 
+Compute also waits for the part of a copy that is longer than the timesteps in which it is made: in the middle of a U-Net units have
+many parameters and compute little.
+
 In a forward after a step, chunks that the optimizer may still be stepping are not prefetched. Copies of chunks that the host steps
 then alternate with compute: they are one sum.
 
@@ -110,7 +113,8 @@ def _overlapped(build: Builder, loads: Loads, strategy: str) -> None:
     compute = loads.forward.sum() + loads.backward.sum()
     # With a single rank, a step that ends well before the forward is uploaded ahead of its use, so nothing waits for it.
     early = strategy == SPECULATIVE_STEP and loads.workload.data_ranks == 1
-    exposed = loads.gpu_step + (0.0 if early else loads.renewed)
+    renewed = loads.waits_forward if early else loads.renewed
+    exposed = loads.gpu_step + np.maximum(renewed, loads.waits_forward) + loads.waits_backward
     build.add("compute", base=compute, chunk=exposed, layer=loads.recompute)
     _beside(
         build,
@@ -122,16 +126,16 @@ def _overlapped(build: Builder, loads: Loads, strategy: str) -> None:
     )
     build.add("collectives", base=loads.gather_forward + loads.gather_backward + loads.reduce)
     first, done = loads.first, loads.done
-    later = first[None, :] >= first[:, None]  # [k, j]: j's forward is not before k's
     before = done[None, :] <= done[:, None]  # k j: j's gradient is not after k's
     inside = (first[None, :] <= first[:, None]) & (done[None, :] >= done[:, None])
-    path = later @ loads.forward + before @ loads.backward
-    on_gpu = loads.gpu_step[:, :, None] * before.T[:, None, :]
+    path = loads.forward_from_use() + loads.backward_to_gradient()
+    on_gpu = (loads.gpu_step + loads.waits_backward)[:, :, None] * before.T[:, None, :]
     recompute = loads.recompute[:, :, None] * (loads.recompute_at[:, None] <= done[None, :])[:, None, :]
     fresh = regime.parameter * loads.elems
+    copies = loads.copies_after(loads.renewed if loads.starts is None else renewed)
     host = np.maximum((step + fresh + down + 2 * loads.disk) / machine.host_memory, loads.cpu())
     for resource, work in (("host", host), ("disk", loads.disk_seconds())):
-        chunk = on_gpu + work[:, :, None] * inside.T[:, None, :] + loads.copies_after() + loads.own()
+        chunk = on_gpu + work[:, :, None] * inside.T[:, None, :] + copies + loads.own()
         build.add(*loads.tails(resource), base=path, chunk=chunk, layer=recompute)
 
 
@@ -163,7 +167,7 @@ def _beside(
 def _forward_alone(build: Builder, loads: Loads) -> None:
     """Add a forward after a backward that stepped: it only copies the results up."""
     machine, up = loads.machine, loads.up_forward
-    build.add("compute", base=loads.forward.sum(), chunk=loads.renewed)
+    build.add("compute", base=loads.forward.sum(), chunk=np.maximum(loads.renewed, loads.waits_forward))
     build.add("h2d", chunk=up / machine.h2d)
     build.add("host memory", chunk=up / machine.host_memory)
     build.add("collectives", base=loads.gather_forward)
@@ -172,19 +176,20 @@ def _forward_alone(build: Builder, loads: Loads) -> None:
 def _stepped_backward(build: Builder, loads: Loads) -> None:
     """Add a backward that waits for the CPU's steps, because there are few gradient buffers."""
     machine, down, step = loads.machine, loads.down, loads.regime.step * loads.elems
-    build.add("compute", base=loads.backward.sum(), chunk=loads.gpu_step, layer=loads.recompute)
+    on_gpu = loads.gpu_step + loads.waits_backward
+    build.add("compute", base=loads.backward.sum(), chunk=on_gpu, layer=loads.recompute)
     _beside(build, loads, up=loads.up_backward, step=step, disk=loads.disk)
     build.add("collectives", base=loads.gather_backward + loads.reduce)
     done = loads.done
     before = done[None, :] <= done[:, None]  # k j: j's gradient is not after k's
     after = done[None, :] >= done[:, None]  # [k, j]: j's gradient, and so its step, is not before k's
-    on_gpu = loads.gpu_step[:, :, None] * before.T[:, None, :]
+    on_gpu_before = on_gpu[:, :, None] * before.T[:, None, :]
     recompute = loads.recompute[:, :, None] * (loads.recompute_at[:, None] <= done[None, :])[:, None, :]
     host = np.maximum((step + down + 2 * loads.disk) / machine.host_memory, loads.cpu())
     arriving = (down / machine.d2h)[:, :, None] * np.eye(len(done))[:, None, :]
     for resource, work in (("host", host), ("disk", loads.disk_seconds())):
-        chunk = on_gpu + work[:, :, None] * after.T[:, None, :] + arriving
-        build.add(*loads.tails(resource), base=before @ loads.backward, chunk=chunk, layer=recompute)
+        chunk = on_gpu_before + work[:, :, None] * after.T[:, None, :] + arriving
+        build.add(*loads.tails(resource), base=loads.backward_to_gradient(), chunk=chunk, layer=recompute)
 
 
 def _forward(build: Builder, loads: Loads, strategy: str) -> None:
@@ -201,18 +206,19 @@ def _forward(build: Builder, loads: Loads, strategy: str) -> None:
     within = regime.parameter * split * (machine.gpu_streaming > 0)
     fresh, more = regime.parameter * loads.elems - within, up - np.minimum(up, within)
     through = (regime.step + regime.gradient) / 2 * (1 - loads.cores) * split
-    build.add("compute", base=loads.forward.sum(), chunk=loads.gpu_step + loads.renewed)
+    renewed = np.maximum(loads.renewed, loads.waits_forward)
+    build.add("compute", base=loads.forward.sum(), chunk=loads.gpu_step + renewed)
     build.add("h2d", chunk=(up + through) / machine.h2d)
     build.add("host memory", chunk=(step + more + 2 * loads.disk) / machine.host_memory)
     build.add("cpu optimizer", chunk=cpu)
     build.add("disk", chunk=loads.disk_seconds())
     build.add("collectives", base=loads.gather_forward)
     first = loads.first
-    path = (first[None, :] >= first[:, None]) @ loads.forward
+    path = loads.forward_from_use()
     earlier = (first[None, :] <= first[:, None]).T[:, None, :]
     host = np.maximum((step + fresh + 2 * loads.disk) / machine.host_memory, cpu)
     for resource, work in (("host", host), ("disk", loads.disk_seconds())):
-        chunk = work[:, :, None] * earlier + loads.copies_after() + loads.own()
+        chunk = work[:, :, None] * earlier + loads.copies_after(loads.renewed) + loads.own()
         build.add(*loads.tails(resource), base=path, chunk=chunk)
 
 
@@ -224,7 +230,7 @@ def _backward(build: Builder, loads: Loads, strategy: str) -> None:
         step, memory = regime.second_pass * loads.moments * loads.split, loads.machine.moments_memory
     elif strategy == SPECULATIVE_STEP:
         step, disk = regime.step * loads.elems, loads.disk
-    build.add("compute", base=loads.backward.sum(), layer=loads.recompute)
+    build.add("compute", base=loads.backward.sum(), chunk=loads.waits_backward, layer=loads.recompute)
     _beside(build, loads, up=loads.up_backward, step=step, disk=disk, memory=memory)
     build.add("collectives", base=loads.gather_backward + loads.reduce)
 
@@ -232,7 +238,7 @@ def _backward(build: Builder, loads: Loads, strategy: str) -> None:
 def _again_forward(build: Builder, loads: Loads) -> None:
     """Add the forward of a later micro-step, without optimizer steps."""
     machine, up = loads.machine, loads.up_again
-    build.add("compute", base=loads.forward.sum())
+    build.add("compute", base=loads.forward.sum(), chunk=loads.waits_forward)
     build.add("h2d", chunk=up / machine.h2d)
     build.add("host memory", chunk=up / machine.host_memory)
     build.add("collectives", base=loads.gather_forward if loads.workload.stage == 3 else 0.0)
@@ -241,7 +247,7 @@ def _again_forward(build: Builder, loads: Loads) -> None:
 def _again_backward(build: Builder, loads: Loads) -> None:
     """Add the backward of a later micro-step: the sum of gradients is fetched, added to and sent back."""
     machine, up, down = loads.machine, loads.up_backward + loads.down, loads.down
-    build.add("compute", base=loads.backward.sum(), layer=loads.recompute)
+    build.add("compute", base=loads.backward.sum(), chunk=loads.waits_backward, layer=loads.recompute)
     build.add("h2d", chunk=up / machine.h2d)
     build.add("d2h", chunk=down / machine.d2h)
     build.add("pcie", chunk=(up + down) / machine.pcie_both)
@@ -284,10 +290,45 @@ class Loads:
         self.backward = np.array([chunk.backward_seconds for chunk in chunks])
         self.first = np.array([chunk.forward[0] for chunk in chunks])
         self.done = np.array([chunk.backward[1] for chunk in chunks])
+        timesteps = workload.timestep_seconds
+        self.starts: Floats | None = None if timesteps is None else np.concatenate([[0.0], np.cumsum(timesteps)])
+        waits = np.array([self._waits(chunk) for chunk in chunks])
+        self.waits_forward, self.waits_backward = waits[:, :1] * streamed, waits[:, 1:] * streamed
         recompute = np.array([layer.recompute_seconds for layer in workload.layers])
         self.recompute = np.stack([recompute, np.zeros_like(recompute)], axis=1)
         self.recompute_at = np.array([layer.last + 1 for layer in workload.layers])
         self.gather_forward, self.gather_backward, self.reduce = self._collectives()
+
+    def forward_from_use(self) -> Floats:
+        """Return the seconds of compute from each chunk's first use to the end of the forward."""
+        if self.starts is None:
+            later = self.first[None, :] >= self.first[:, None]  # [k, j]: j's forward is not before k's
+            found: Floats = later @ self.forward
+            return found
+        until_end: Floats = self.starts[self.workload.forward_timesteps] - self.starts[self.first]
+        return until_end
+
+    def backward_to_gradient(self) -> Floats:
+        """Return the seconds of compute from the start of the backward until each chunk's gradient is complete."""
+        if self.starts is None:
+            before = self.done[None, :] <= self.done[:, None]  # k j: j's gradient is not after k's
+            found: Floats = before @ self.backward
+            return found
+        since_turn: Floats = self.starts[self.done + 1] - self.starts[self.workload.forward_timesteps]
+        return since_turn
+
+    def _waits(self, chunk: ChunkCost) -> tuple[float, float]:
+        """Return the seconds of a streamed chunk's copies that the timesteps in which they are made do not hide: in the forward,
+        and in the backward."""
+        waits = [0.0, 0.0]
+        if self.starts is None:
+            return 0.0, 0.0
+        copy = self.regime.parameter * chunk.elems / self.machine.h2d
+        for begin, _ in gather_windows(chunk, self.workload):
+            use = min(first for first, _ in chunk.uses if first >= begin)
+            hidden = float(self.starts[use] - self.starts[begin])
+            waits[use >= self.workload.forward_timesteps] += max(0.0, copy - hidden)
+        return waits[0], waits[1]
 
     def _collectives(self) -> tuple[float, float, float]:
         """Return a rank's seconds of gathering parameters in forward and in backward, and of reducing gradients."""
@@ -351,10 +392,13 @@ class Loads:
         latency: Floats = way[:, :, None] * np.eye(len(way))[:, None, :]
         return latency
 
-    def copies_after(self) -> Floats:
-        """Return the seconds of copies that compute waits for after a chunk's own in the forward; chunk option chunk."""
+    def copies_after(self, waits: Floats) -> Floats:
+        """Return the seconds of copies that compute waits for after a chunk's own in the forward; chunk option chunk.
+
+        ``waits``: for its own, by chunk and option.
+        """
         later = self.first[None, :] > self.first[:, None]  # [k, j]: j's forward is after k's
-        copies: Floats = self.renewed[:, :, None] * later.T[:, None, :]
+        copies: Floats = waits[:, :, None] * later.T[:, None, :]
         return copies
 
     def tails(self, resource: str) -> list[str]:

@@ -118,8 +118,8 @@ def _phase_starts(plan: Plan) -> dict[str, float]:
 def _starts(plan: Plan) -> list[float]:
     """Return when each timestep starts: compute in order, stretched to the plan's seconds for its phase."""
     workload, half = plan.workload, plan.workload.forward_timesteps
-    lasts = np.zeros(workload.timesteps)
-    for chunk in workload.chunks:
+    lasts = np.array(workload.timestep_seconds or np.zeros(workload.timesteps))
+    for chunk in workload.chunks if workload.timestep_seconds is None else ():
         for (first, last), seconds in (
             (chunk.forward, chunk.forward_seconds),
             (chunk.backward, chunk.backward_seconds),

@@ -142,6 +142,8 @@ class Workload:
     whole_gradients: bool = False
     """until the end of the step, gradients of whole chunks are kept where the state is, as a pipeline's micro-batches leave
     them; else gradients of shards."""
+    timestep_seconds: tuple[float, ...] | None = None
+    """seconds of GPU compute in every timestep, without any recompute; None: only those of the chunks are known."""
     prefetch_timesteps: int = 1
     """a streamed chunk is on the GPU this many timesteps before its use,"""
     light_timesteps: frozenset[int] = frozenset()
@@ -169,6 +171,13 @@ class Workload:
             raise SpecError(
                 f"workload {self.name!r}: forward_timesteps={self.forward_timesteps} of {timesteps} timesteps: both a forward "
                 "and a backward need at least one"
+            )
+        if self.timestep_seconds is not None and (
+            len(self.timestep_seconds) != timesteps or min(self.timestep_seconds) < 0
+        ):
+            raise SpecError(
+                f"workload {self.name!r}: timestep_seconds has {len(self.timestep_seconds)} numbers, the least "
+                f"{min(self.timestep_seconds, default=0.0)}: give one for each of the {timesteps} timesteps, none below zero"
             )
         for chunk in self.chunks:
             if chunk.forward[1] >= self.forward_timesteps or not self.forward_timesteps <= chunk.backward[0]:
@@ -250,6 +259,12 @@ class Workload:
                 for chunk in self.chunks
             ),
             layers=tuple(replace(layer, recompute_seconds=back * layer.recompute_seconds) for layer in self.layers),
+            timestep_seconds=None
+            if self.timestep_seconds is None
+            else tuple(
+                seconds * (ahead if t < self.forward_timesteps else back)
+                for t, seconds in enumerate(self.timestep_seconds)
+            ),
         )
 
     def ready_from(self, timestep: int) -> int:

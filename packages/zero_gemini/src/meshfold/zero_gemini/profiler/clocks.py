@@ -11,12 +11,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from meshfold.mesh.model_io import Operator, OperatorCounter
 from meshfold.zero_gemini.memory.copies import Waiting
+from meshfold.zero_gemini.planner.observed import Part
 
 
 class Clock(Protocol):
@@ -112,24 +113,27 @@ class PhaseSeconds:
     Attributes:
         forward: of the forward of one micro-step.
         backward: of its backward, with its recomputation.
+        parts: the same between waits for parameters, in order; empty if it is not known where the waits were.
     """
 
     forward: float
     backward: float
+    parts: tuple[Part, ...] = ()
 
 
 class PhaseClock:
     """Timer of one micro-step: ``begin``, then ``turn`` before its backward, then ``end`` after it."""
 
-    def __init__(self, waiting: Waiting, clock: Clock) -> None:
+    def __init__(self, waiting: Waiting, clock: Clock, place: Callable[[], int] | None = None) -> None:
         """Args:
         waiting: context manager around waits; this clock observes it from ``begin`` to ``end``.
         clock: measures seconds.
+        place: returns how many units the step has entered; None: unknown.
         """
-        self._waiting, self._clock = waiting, clock
+        self._waiting, self._clock, self._place = waiting, clock, place
         self._watching = ExitStack()
         self._marks: list[Any] = []
-        self._stalls: list[tuple[int, Any, Any]] = []  # phase, start, end
+        self._stalls: list[_Stall] = []
 
     def begin(self) -> None:
         """Start timing, before the forward."""
@@ -157,10 +161,22 @@ class PhaseClock:
         marks, self._marks = self._marks, []
         if len(marks) < 3:
             return None
-        spent = [self._clock.seconds(*marks[i : i + 2]) for i in range(2)]
-        for phase, *stall in self._stalls:
-            spent[phase] -= self._clock.seconds(*stall)
-        return PhaseSeconds(*(max(0.0, seconds) for seconds in spent))
+        parts = [part for phase in range(2) for part in self._parts(phase, *marks[phase : phase + 2])]
+        spent = [sum(part.seconds for part in parts if part.phase == phase) for phase in range(2)]
+        return PhaseSeconds(max(0.0, spent[0]), max(0.0, spent[1]), tuple(parts) if self._place else ())
+
+    def _parts(self, phase: int, begin: Any, end: Any) -> Iterator[Part]:
+        """Yield the compute of a phase between waits for parameters, of which units have some at their beginning."""
+        seconds = 0.0
+        for stall in self._stalls:
+            if stall.phase != phase:
+                continue
+            seconds += self._clock.seconds(begin, stall.begin)
+            begin = stall.end
+            if stall.entered is not None:
+                yield Part(phase=phase, until=stall.entered, seconds=seconds)
+                seconds = 0.0
+        yield Part(phase=phase, until=None, seconds=seconds + self._clock.seconds(begin, end))
 
     @contextmanager
     def _stalled(self, what: str) -> Iterator[None]:
@@ -168,4 +184,16 @@ class PhaseClock:
         try:
             yield
         finally:
-            self._stalls.append((len(self._marks) - 1, begin, self._clock.mark()))
+            entered = self._place() - 1 if self._place is not None and what in _AT_A_BEGINNING else None
+            self._stalls.append(_Stall(len(self._marks) - 1, begin, self._clock.mark(), entered))
+
+
+_AT_A_BEGINNING = ("parameters", "the optimizer's step")
+"""Waits that a unit begins with."""
+
+
+class _Stall(NamedTuple):
+    phase: int
+    begin: Any
+    end: Any
+    entered: int | None  # the timestep that it belongs to, if that begins with it

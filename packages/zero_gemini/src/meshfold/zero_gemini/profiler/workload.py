@@ -117,6 +117,7 @@ def workload_of(
         ranks_per_host=ranks_per_host,
         host_base_bytes=host_base_bytes,
         whole_gradients=whole_gradients,
+        timestep_seconds=tuple(timestep.seconds for timestep in timesteps),
         prefetch_timesteps=prefetch,
         light_timesteps=frozenset(i for i, timestep in enumerate(timesteps) if timestep.unit in light),
         reshards=reshards,

@@ -1,9 +1,11 @@
 """A captured step: compute in graph segments, and between them the moves of chunks, which each replay makes again.
 
 While a step is captured, hooks run as in any step. Where one of them gathers a chunk, waits for one or sends a gradient to the
-host, the segment ends, the move is made, and a function that makes it again is noted. A replay runs segments and noted functions in
-this order, without hooks and without autograd. Copies and the host's optimizer stay outside of graphs, so they overlap with compute
-as in an eager step: a move still waits for its chunk's optimizer step, and a gradient's step may begin once its copy is queued.
+host, the segment ends, the move is made, and a function that makes it again is noted. It also ends where a unit begins that is
+not light, so that replays show what each unit computes (:mod:`meshfold.zero_gemini.planner.observed`). A replay runs segments and
+noted functions in this order, without hooks and without autograd. Copies and the host's optimizer stay outside of graphs, so they
+overlap with compute as in an eager step: a move still waits for its chunk's optimizer step, and a gradient's step may begin once
+its copy is queued.
 
 Memory comes from the pool of the segments, also that of gathered chunks and of gradients. So every move has the same addresses in
 each replay. The order of waits is that of the captured step too: memory is used again only after the same events.
@@ -26,7 +28,7 @@ from meshfold.zero_gemini.chunks.chunk import Chunk
 from meshfold.zero_gemini.chunks.fp8_gather import Operands
 from meshfold.zero_gemini.chunks.gradient import ChunkGradient
 from meshfold.zero_gemini.memory.arena import Block
-from meshfold.zero_gemini.memory.copies import queue_behind
+from meshfold.zero_gemini.memory.copies import Waiting, queue_behind
 from meshfold.zero_gemini.runtime.graph_segments import Segments
 
 Work = Callable[[], None]
@@ -38,7 +40,12 @@ SENT_AT_A_TIME = 2
 
 
 class CapturedMoves:
-    """Forward and backward of a step, captured once, then replayed."""
+    """Forward and backward of a step, captured once, then replayed.
+
+    Attributes:
+        segments: graphs so far.
+        waiting: context manager around the host's waits; whoever watches it can time what units compute; None: nobody.
+    """
 
     def __init__(self, segments: Segments) -> None:
         """Args:
@@ -52,6 +59,8 @@ class CapturedMoves:
         self._sent: deque[_Sent] = deque()
         self._is_open = False
         self.segments = 0
+        self._at = _Place()
+        self.waiting: Waiting | None = None
 
     # -- capturing ----------------------------------------------------------------------------------------------
 
@@ -96,14 +105,31 @@ class CapturedMoves:
     # -- moves ----------------------------------------------------------------------------------------------------
 
     def enter(
-        self, wanted: Mapping[Chunk, Operands], ahead: Mapping[Chunk, Operands], waited: Iterable[Chunk]
+        self,
+        wanted: Mapping[Chunk, Operands],
+        ahead: Mapping[Chunk, Operands],
+        waited: Iterable[Chunk],
+        *,
+        place: int,
+        cut: bool,
     ) -> list[Chunk]:
         """Gather the chunks that entered units read, start to gather others ahead, and wait for those that one unit reads.
+
+        Args:
+            wanted: chunks of entered units, with what is read of them.
+            ahead: chunks of the units that come next.
+            waited: chunks of the unit that is entered now.
+            place: number of units that the step has entered, with this one.
+            cut: end the segment before the unit also if nothing moves, so that it is timed by itself.
 
         Returns:
             All that are gathered or on their way.
         """
-        moves: list[Move] = []
+        reached = partial(self._reach, self._at, place, self.waiting if cut else None)
+        moves: list[Move] = [(reached, reached)] if cut else []
+        if not cut:
+            reached()
+            self.note(reached)
         for chunk, read in wanted.items():
             moves += self._gather(chunk, read, ahead=False)
         for chunk, read in ahead.items():
@@ -135,6 +161,13 @@ class CapturedMoves:
             return
         self._wait_for_sent(SENT_AT_A_TIME - 1, then=[(partial(sent.send, whole), sent.send_again)])
         self._sent.append(sent)
+
+    @staticmethod
+    def _reach(at: _Place, place: int, waiting: Waiting | None) -> None:
+        at.entered = place
+        if waiting is not None:
+            with waiting("parameters"):
+                pass
 
     def _gather(self, chunk: Chunk, read: Operands, *, ahead: bool) -> Iterator[Move]:
         if chunk.resident:
@@ -184,10 +217,23 @@ class CapturedMoves:
 
     # -- replaying ------------------------------------------------------------------------------------------------
 
+    @property
+    def place(self) -> int:
+        """Number of units that the step has entered where it is captured or replayed now."""
+        return self._at.entered
+
     def replay(self, part: int) -> None:
         """Run a part of the step again: 0 is its forward, 1 its backward."""
+        self._at.entered = self.place if part else 0
         for work in self._parts[part]:
             work()
+
+
+@dataclass(eq=False)
+class _Place:
+    """A place in a step: how many units were entered."""
+
+    entered: int = 0
 
 
 @dataclass(eq=False)
@@ -254,4 +300,5 @@ class _Sent:
 
     def wait(self) -> None:
         """Let compute wait for the copy: its memory is used again."""
-        queue_behind(self._arrived, self.gradient.chunk.device)
+        with self.gradient.chunk.memory.waiting("gradients on their way"):
+            queue_behind(self._arrived, self.gradient.chunk.device)

@@ -11,7 +11,8 @@ a call of the unit (:mod:`~meshfold.zero_gemini.runtime.outside_calls`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import islice
 from typing import Any
 
@@ -84,6 +85,7 @@ class Runtime:
         self.gather_cache = GatherCache()
         self.is_quiet = False
         self.capture: CapturedMoves | None = None
+        self._replayed: CapturedMoves | None = None
         self.needs_memory: Callable[[bool], None] | None = None
         self._held: dict[Chunk, None] = {}  # gathered, or being gathered
         self._in_backward = False
@@ -107,6 +109,20 @@ class Runtime:
     def place(self) -> int:
         """Number of units that this step has entered, in forward and in backward."""
         return len(self._seen)
+
+    @contextmanager
+    def replaying(self, captured: CapturedMoves) -> Iterator[None]:
+        """Context manager: inside, :attr:`entered` is that of a replay, in which no hook runs."""
+        self._replayed = captured
+        try:
+            yield
+        finally:
+            self._replayed = None
+
+    @property
+    def entered(self) -> int:
+        """Number of units that this step has entered, in forward and in backward, also in a replay."""
+        return self.place if self._replayed is None else self._replayed.place
 
     def computes_since(self, place: int) -> bool:
         """Return True if a unit that is not light was entered since a place, and another one after it."""
@@ -294,7 +310,9 @@ class Runtime:
         ahead = self._read(self._next()) if self._expects(unit) else {}
         self._release(self._evicted(chunk for chunk in self._held if chunk not in wanted and chunk not in ahead))
         if self.capture is not None:  # no step is pending now
-            self._held.update(dict.fromkeys(self.capture.enter(wanted, ahead, self._chunks[unit])))
+            cut = unit not in self._light
+            gathered = self.capture.enter(wanted, ahead, self._chunks[unit], place=self.place, cut=cut)
+            self._held.update(dict.fromkeys(gathered))
             return
         for chunk, read in wanted.items():
             if chunk.step_is_pending and chunk not in self._chunks[unit]:

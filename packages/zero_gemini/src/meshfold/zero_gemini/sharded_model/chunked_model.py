@@ -293,6 +293,11 @@ class ChunkedModel(ParameterValues):
         """Return notes on this rank's files: no direct I/O, files of a killed process that were removed."""
         return () if self._stepper is None else self._stepper.notes
 
+    @property
+    def units_entered(self) -> int:
+        """Number of units that this step has entered, in forward and in backward, also in a replay."""
+        return self._runtime.entered
+
     def take_step_timings(self) -> dict[StepKind, StepTiming]:
         """Return Adam's step timings on the host since the last call; empty for other optimizers."""
         return {} if self._stepper is None else self._stepper.take_timings()

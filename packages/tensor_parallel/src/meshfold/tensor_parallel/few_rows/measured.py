@@ -7,12 +7,12 @@ from collections.abc import Callable
 
 import torch
 
-from meshfold.inference.fused_sums import FusedSums
-from meshfold.inference.row_kernels import RowKernels
 from meshfold.kernels import measured_row_tiles, overlaps_on, take_row_tiles
 from meshfold.mesh import Group
 from meshfold.mesh.collectives import all_gather_object
 from meshfold.mesh.processes import running_world
+from meshfold.tensor_parallel.few_rows.fused_sums import FusedSums
+from meshfold.tensor_parallel.few_rows.row_kernels import RowKernels
 
 
 def choose_row_programs(kernels: RowKernels, dtype: torch.dtype, group: Group | None, device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""Attention of a model, routed to a pool of pages: our own models, and transformers' by the registry of its attention functions.
+"""Attention of a model, routed to a function: of our own models, and of transformers' by the registry of its attention functions.
 
 No model has a file here. Inside :func:`routed`, each attention layer passes its queries, keys and values to a function. Each
 token is a row, and the model makes no masks of its own. Outside of it the model is unchanged.
@@ -7,7 +7,7 @@ token is a row, and the model makes no masks of its own. Outside of it the model
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol, cast
 from weakref import WeakKeyDictionary
@@ -15,10 +15,9 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from meshfold.inference.cache import PagedLayer
 from meshfold.kernels import apply_rotary
 from meshfold.mesh import SpecError
-from meshfold.models import attention_layers, attention_window
+from meshfold.models.generate import attention_layers, attention_window
 
 NAME = "meshfold_paged"
 _PAGED = "_meshfold_paged"
@@ -28,6 +27,10 @@ _UNKNOWN = ("softcap", "position_bias", "s_aux", "head_mask")
 
 Tables = tuple[Tensor, Tensor] | None
 """Cosines and sines that turn queries and keys by their positions; None: they are turned, or do not turn."""
+
+
+Paged = Callable[..., Tensor]
+"""Attention of one layer as one operation of compiled code: q, k, v, ``scale`` and ``window``, as of :class:`Attend`."""
 
 
 class Attend(Protocol):
@@ -50,7 +53,7 @@ class Attend(Protocol):
 class _Own:
     """Attention of a layer of ours. Objects of one class are the same to torch.compile, so all blocks share compiled code."""
 
-    def __init__(self, layer: nn.Module, attend: Attend, window: int | None, paged: PagedLayer | None) -> None:
+    def __init__(self, layer: nn.Module, attend: Attend, window: int | None, paged: Paged | None) -> None:
         self.layer, self.attend, self.window, self.paged = layer, attend, window, paged
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, rotary: Tables) -> Tensor:
@@ -90,7 +93,7 @@ def unrouted_reason(model: nn.Module) -> str:
 
 
 @contextmanager
-def routed(model: nn.Module, attend: Attend, paged: Mapping[nn.Module, PagedLayer] | None = None) -> Iterator[None]:
+def routed(model: nn.Module, attend: Attend, paged: Mapping[nn.Module, Paged] | None = None) -> Iterator[None]:
     """Context manager: every attention layer of a model calls ``attend``; in compiled code its own of ``paged``, where given."""
     paged = paged or {}
     model = getattr(model, "_orig_mod", model)
@@ -128,7 +131,7 @@ def _is_hugging_face(model: nn.Module) -> bool:
 
 
 @contextmanager
-def _registered(model: nn.Module, attend: Attend, paged: Mapping[nn.Module, PagedLayer]) -> Iterator[None]:
+def _registered(model: nn.Module, attend: Attend, paged: Mapping[nn.Module, Paged]) -> Iterator[None]:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     ALL_ATTENTION_FUNCTIONS.register(NAME, _attend)  # and no function for masks of this name: none are made
@@ -176,7 +179,7 @@ def _attend(
         )
     q, k, v = (x.squeeze(2) for x in (query, key, value))
     if torch.compiler.is_compiling():
-        paged: PagedLayer | None = getattr(module, _PAGED, None)
+        paged: Paged | None = getattr(module, _PAGED, None)
         if paged is not None:
             return paged(q, k, v, scale=scaling, window=sliding_window).unsqueeze(1), None
     return _uncompiled(module, q, k, v, scaling, sliding_window), None

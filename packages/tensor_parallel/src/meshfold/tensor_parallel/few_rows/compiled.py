@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshfold.inference.row_kernels import replaced_forwards
+from meshfold.tensor_parallel.few_rows.row_kernels import replaced_forwards
 
 _MOST_VERSIONS = 64
 """compiled versions of a block: one for each number of rows"""

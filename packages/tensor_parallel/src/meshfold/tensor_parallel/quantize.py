@@ -21,7 +21,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from meshfold.kernels import PACKED_FORMATS, keep_packed, largest_magnitudes, pack_weight, packed_weight_of
 from meshfold.mesh import SpecError, all_reduce, did_you_mean, metadata
 from meshfold.mesh.spec import argument_checks as settings
-from meshfold.tensor_parallel import Linear
+from meshfold.tensor_parallel.layers import Linear
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from meshfold.mesh import Group, all_gather
-from meshfold.tensor_parallel import Linear
+from meshfold.tensor_parallel.layers import Linear
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from meshfold.kernels import RowCall, RowWeight, packed_weight_of, row_product
 from meshfold.mesh import all_reduce
-from meshfold.tensor_parallel import Linear
+from meshfold.tensor_parallel.layers import Linear
 
 _NORMED = (
     ("norm1", ("attn.qkv",)),
@@ -55,7 +55,7 @@ class RowKernels:
     def __init__(self, model: nn.Module, head: nn.Module | None) -> None:
         """Args:
         model: its linear layers may be split over ranks. Norms before split layers stay unchanged: there the sum before them takes
-            them along (:mod:`meshfold.inference.fused_sums`).
+            them along (:mod:`meshfold.tensor_parallel.few_rows.fused_sums`).
         head: makes logits; None if it is not known.
         """
         self._forwards: dict[nn.Module, Callable[..., Tensor]] = {}
