@@ -29,6 +29,7 @@ SPECS: dict[str, dict[str, Any]] = {
     "zero 1": dict(data=2, zero=dict(stage=1)),
     "zero 2": dict(data=2, zero=dict(stage=2)),
     "zero 3": dict(data=2, zero=dict(stage=3)),
+    "Gemini": dict(data=2, zero=dict(stage=3, placement="cpu")),
     "ring": dict(sequence=dict(mode="ring", size=2)),
     "ulysses": dict(sequence=dict(mode="ulysses", size=2)),
     "pipeline": dict(pipeline=dict(size=2, microbatches=2)),
@@ -75,6 +76,7 @@ def compare(
 QUICK = {
     ("dit", "zero 3"),
     ("flux", "tensor"),
+    ("unet", "Gemini"),
     ("unet", "data"),
     ("sd3", "zero 1"),
 }

@@ -13,8 +13,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from meshfold.engine import Engine
-from meshfold.mesh import SpecError
+from meshfold.mesh import Mesh, ParallelSpec, SpecError
 from meshfold.mesh.testing import run_on_ranks
+from meshfold.tensor_parallel import parallelize
 
 sys.path.append(str(Path(__file__).parent))  # for the helpers beside this file, on every rank
 from hugging_face_families import InFloat64
@@ -111,6 +112,8 @@ SPECS: dict[str, tuple[int, dict[str, Any]]] = {
     "2d": (4, dict(tensor=dict(mode="2d", size=4))),
     "2.5d": (4, dict(tensor=dict(mode="2.5d", size=4, depth=1))),
     "3d": (4, dict(tensor=dict(mode="3d", grid=(1, 2, 2)))),
+    "2.5d, two deep": (8, dict(tensor=dict(mode="2.5d", size=8, depth=2))),
+    "3d, a cube": (8, dict(tensor=dict(mode="3d", grid=(2, 2, 2)))),
     "zero": (4, dict(data=2, tensor=2, zero=dict(stage=3))),
     "pipeline": (2, dict(pipeline=2)),
     "ulysses": (2, dict(sequence=dict(mode="ulysses", size=2))),
@@ -141,6 +144,25 @@ def test_published_sizes() -> None:
         with torch.device("meta"):
             model = CohereForCausalLM(palm_config(name))
         assert sum(p.numel() for p in model.parameters()) == wanted, name
+
+
+@pytest.mark.parametrize("how", ["1d", "2d", "2.5d, two deep", "3d, a cube"])
+def test_published_sizes_are_split_in_every_mode(how: str) -> None:
+    """A rank has its share of a layer's weights; norms, and the one key and value head under 1d, are whole."""
+    from transformers import CohereForCausalLM
+
+    from meshfold.huggingface import palm_config
+
+    entry = SPECS[how][1]
+    tensor = ParallelSpec.parse(entry)
+    shared = tensor.axes.get("depth", 1)  # 2.5d has copies of the weights over depth
+    for name in ("palm-1b", "palm-30b", "palm-62b"):
+        with torch.device("meta"):
+            model = CohereForCausalLM(palm_config(name, layers=1))
+        whole = sum(p.numel() for p in model.parameters())
+        parallelize(model, Mesh(tensor.axes, rank=0), mode=how.partition(",")[0])
+        share = sum(p.numel() for p in model.parameters()) * tensor.world_size / shared
+        assert whole <= share < 1.05 * whole, (name, share / whole)
 
 
 def test_mistakes() -> None:
