@@ -70,7 +70,7 @@ def train(spec: Mapping[str, object], steps: int) -> list[float]:
     """Train on this rank from the weights that every spec begins with, on the same batches."""
     settings: dict[str, Any] = dict(optimizer=OPTIMIZER, precision="fp32", device="cpu", seed=1)
     with Engine(partial(GPT, CONFIG), spec, **settings) as engine:
-        return [float(engine.train_step(batch(step))) for step in range(steps)]
+        return [float(engine.train_step(engine.shard_batch(batch(step)))) for step in range(steps)]
 
 
 def batch(step: int) -> dict[str, torch.Tensor]:

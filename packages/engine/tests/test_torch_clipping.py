@@ -265,6 +265,7 @@ def test_elements_are_read_whole_and_written_in_this_ranks_block(precision: str)
             with pytest.raises(TrainingError, match="was assigned before step"):
                 engine.step()
     with Engine(net(), dict(data=2, zero=dict(stage=1)), **settings) as engine:
+        mine, target = engine.shard_batch((x, y))
         engine.backward(nn.functional.mse_loss(engine(mine).to(target), target))
         with pytest.raises(TrainingError, match=r"clone.* sharded in chunks"):
             engine.model.up.weight.grad.clone()  # type: ignore[union-attr]

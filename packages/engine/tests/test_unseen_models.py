@@ -252,7 +252,7 @@ def test_a_penalty_in_a_loop_of_ones_own_is_refused_where_weights_are_split(kind
 def differentiate_twice(spec: dict[str, Any]) -> None:
     model = nn.Sequential(nn.Linear(13, 8), Block(), nn.Linear(8, 13))
     with Engine(model, spec, precision="fp64", optimizer=dict(name="sgd", lr=RATE)) as engine:
-        x = F.one_hot(IDS, 13).double().requires_grad_()
+        x = F.one_hot(engine.shard_batch(IDS), 13).double().requires_grad_()
         (gradient,) = torch.autograd.grad(engine(x).sum(), x, create_graph=True)
         engine.backward(gradient.square().sum())
 

@@ -439,6 +439,8 @@ def test_what_cannot_start_is_refused_before_anything_starts(tmp_path: Path) -> 
         launch([__file__], True)
     with pytest.raises(LaunchError, match="nothing to run"):
         launch([], 2)
+    with pytest.raises(LaunchError, match=r"nothing to run in <built-in function print>: give \['script"):
+        launch(print, 2)  # type: ignore[arg-type]
     with pytest.raises(LaunchError, match="nothing to run"):
         launch(["-m"], 2)
     with pytest.raises(LaunchError, match="port 70000 is not a port"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import signal
@@ -16,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from meshfold.cli import COMMANDS, main
+from meshfold.cli import COMMANDS, main, write_what_it_can
 from meshfold.cli.arguments import Failure, read_parallel
 from meshfold.cli.train_arguments import OPTIMIZER_NAMES, configure, settings_of, words_of
 from meshfold.engine.optimizers import OPTIMIZERS
@@ -90,6 +91,14 @@ def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -
         main([name, "--help"])
     assert end.value.code == 0
     assert capsys.readouterr().out.startswith(f"usage: meshfold {name}")
+
+
+def test_a_terminal_without_utf8_gets_what_it_can_show() -> None:
+    written = io.BytesIO()
+    with io.TextIOWrapper(written, encoding="ascii") as stream:
+        write_what_it_can(stream)
+        print("12 µs", file=stream, flush=True)
+        assert written.getvalue() == b"12 ?s\n"
 
 
 def test_the_version_is_there_without_an_installation(

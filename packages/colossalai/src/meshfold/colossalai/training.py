@@ -90,6 +90,7 @@ class TrainingEngine(Engine):
             settings["loss_fn"] = FallbackLoss(self.given_criterion.of_batch)
         super().__init__(model, **settings)
         self.runner.steps_scheduler = False  # the script steps it
+        self.runner.forward.rows.trust()  # examples of Colossal-AI give all ranks the same rows
         self.training = True
         self._calls = 0  # calls of ``step`` since the last optimizer step
 

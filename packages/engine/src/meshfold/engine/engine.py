@@ -15,7 +15,6 @@ from meshfold.engine.assembly.arguments import Arguments
 from meshfold.engine.assembly.auto_spec import resolve_arguments
 from meshfold.engine.assembly.build import build
 from meshfold.engine.batches.loader import DataPositions, ShardedLoader
-from meshfold.engine.batches.sharding import shard_batch
 from meshfold.engine.checkpoints.saving import BackgroundSave, Saver
 from meshfold.engine.lifetime import Lifetime, refuse_after_close
 from meshfold.engine.model.pipelined_model import check_own_loop
@@ -323,7 +322,7 @@ class Engine:
 
         Coordinates get consecutive rows, as evenly as possible. One without rows gets a row that does not count.
         """
-        return shard_batch(global_batch, self.world.row_index, self.world.row_size)
+        return self.runner.forward.rows.cut(global_batch)
 
     def dataloader(
         self,
@@ -345,11 +344,12 @@ class Engine:
             name: under which checkpoints store the position.
             options: ``drop_last``, and arguments of torch.utils.data.DataLoader.
         """
+        index, blocks = self.runner.forward.rows.part()
         loader = ShardedLoader(
             dataset,
             batch_size=batch_size,
-            index=self.world.row_index,
-            blocks=self.world.row_size,
+            index=index,
+            blocks=blocks,
             shuffle=shuffle,
             seed=self.runner.seed if seed is None else seed,
             **options,

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from meshfold.engine.batches import batch as batches
 from meshfold.engine.batches.branches import BranchMask
+from meshfold.engine.batches.given_rows import GivenRows
 from meshfold.engine.batches.loss import LossCalls, fields_of, leave_out_targets
 from meshfold.engine.batches.observed_mean import check_rows_apart, observed_mean
 from meshfold.engine.batches.packed import OwnDocuments
@@ -42,7 +43,11 @@ class Counted(Protocol):
 
 
 class Forward:
-    """Calls of a model on this data coordinate's batches."""
+    """Calls of a model on this data coordinate's batches.
+
+    Attributes:
+        rows: cuts global batches, and notices data ranks that are all given the same rows.
+    """
 
     def __init__(
         self,
@@ -76,6 +81,7 @@ class Forward:
         self._parameters_known, self._reads = KnownParameters(model), ParameterReads()
         # Determined once: a loss always averages over the same things.
         self._looks = world.data_size > 1
+        self.rows = GivenRows(world)
         self._documents, self._branches = OwnDocuments(model, own_loss=loss_fn is not None), BranchMask(model)
 
     @property
@@ -83,12 +89,18 @@ class Forward:
         """True if the model predicts each label from the tokens before it, so that the first of a row does not count."""
         return self._mean is LossMean.NEXT_TOKENS
 
-    def train(self) -> None:
+    def train(self, work: batches.Batch) -> None:
         """Call ``model.train()`` if the model is in eval mode; submodules that the user put in eval mode stay in it.
+
+        Args:
+            work: the batch to train on; the first one is compared with those of other data ranks.
 
         Raises:
             TrainingError: for a parameter that the engine was not made to train.
+            SpecError: if all data ranks have the same batch.
         """
+        if torch.is_grad_enabled():
+            self.rows.check(work)
         self._parameters_known.check()
         if not self._model.training:
             self._model.train()

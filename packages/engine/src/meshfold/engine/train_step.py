@@ -113,7 +113,7 @@ class TrainStep:
     def prepare(self, batch: Any) -> tuple[Batch, Shares]:
         """Put the model in training mode, and return a batch on the device with its part of the global batch."""
         work = self.forward.prepare(batch)
-        self.forward.train()
+        self.forward.train(work)
         return work, self.forward.shares(work)
 
     def loss_and_gradients(self, work: Batch, shares: Shares, backward: Callable[[Tensor], None]) -> Tensor:
@@ -228,7 +228,7 @@ class TrainStep:
     def output(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the model's output on this rank's inputs, in training mode."""
         work = self.forward.inputs(args, kwargs)
-        self.forward.train()
+        self.forward.train(work)
         if torch.is_grad_enabled():
             self.gradients.begin()
         with self.random(self.forward.shares(work)):

@@ -1,6 +1,9 @@
 """Named device meshes: spec, mesh, layout, collectives, parameter metadata, gradient norm, random numbers, launch."""
 
-from meshfold.mesh import moved
+from meshfold.mesh import (
+    moved,
+    torch_version,  # noqa: F401  # first: it checks the version
+)
 from meshfold.mesh.collectives.operations import (
     Pending,
     Transfer,

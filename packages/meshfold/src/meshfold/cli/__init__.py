@@ -8,12 +8,14 @@ standard error and a code that is not 0.
 from __future__ import annotations
 
 import argparse
+import codecs
 import importlib
+import io
 import os
 import re
 import sys
 from collections.abc import Collection, Iterable, Sequence
-from typing import NoReturn
+from typing import NoReturn, TextIO
 
 from meshfold.cli.arguments import Failure, sentence_of
 from meshfold.engine import precision_name
@@ -94,6 +96,8 @@ _COMMANDS_ELSEWHERE = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run ``meshfold ARGV...``; returns the exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        write_what_it_can(stream)
     arguments = list(sys.argv[1:] if argv is None else argv)
     name = arguments[0] if arguments else "--help"
     if name in ("-h", "--help", "help"):
@@ -113,6 +117,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _run(name, arguments[1:])
     except KeyboardInterrupt:  # also during a command's slow imports
         return _fail(f"meshfold {name}", Failure("interrupted", code=130))
+
+
+def write_what_it_can(stream: TextIO) -> None:
+    """Let a stream replace characters that its encoding lacks, such as the µ of a table in ASCII, instead of raising an error."""
+    if isinstance(stream, io.TextIOWrapper) and codecs.lookup(stream.encoding).name != "utf-8":
+        stream.reconfigure(errors="replace")
 
 
 def _run(name: str, arguments: list[str]) -> int:

@@ -155,7 +155,8 @@ def _them(ranks: int) -> str:
 def _check(argv: Sequence[str], ranks: int, port: int | None) -> None:
     if not isinstance(ranks, int) or isinstance(ranks, bool) or ranks < 1:
         raise LaunchError(f"cannot start {ranks!r} ranks: give a whole number from 1 up")
-    if isinstance(argv, str) or not argv or (argv[0] == "-m" and len(argv) < 2):
+    words = isinstance(argv, Sequence) and not isinstance(argv, str)
+    if not words or not argv or (argv[0] == "-m" and len(argv) < 2):
         raise LaunchError(f"nothing to run in {argv!r}: give ['script.py', ...] or ['-m', 'module', ...]")
     if argv[0] != "-m" and not Path(argv[0].partition("::")[0]).exists():
         raise LaunchError(f"there is no file {argv[0].partition('::')[0]!r} to run (in {os.getcwd()})")
