@@ -718,6 +718,15 @@ def test_a_palm_is_trained_under_limits_without_a_gpu(tmp_path: Path) -> None:
     assert "- trains: all steps done, loss lower at the end: " in out.with_suffix(".md").read_text()
 
 
+def test_a_large_model_is_not_trained_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU, on which the case would run for minutes")
+    out = tmp_path / "result.json"
+    assert main(["bench", "zero-offload", "--case", "6.7B-40", "--out", str(out)]) == 2
+    assert "--case 6.7B-40 needs a GPU, and torch sees none here: --case tiny shows" in capsys.readouterr().err
+    assert not out.exists()
+
+
 def test_a_palm_has_the_sizes_of_its_preset() -> None:
     from benchmarks.zero_offload.decoder import shape_of
 

@@ -55,12 +55,34 @@ def main(argv: Sequence[str]) -> int:
         if not options.case:
             return 0
     check_out(options.out)
+    if options.layers is None:
+        check_gpus(chosen(options.case))
     result, call = _opened(options.out), new_call()
     for case in chosen(options.case):
         _run(_changed(case, options), options, result, call)
         _write(options.out, result)
     report(options.out)
     return 0
+
+
+def check_gpus(cases: Sequence[Case]) -> None:
+    """Refuse models that a machine without enough GPUs would train on its CPU, for hours and in all of its memory.
+
+    Raises:
+        Failure: for a case that needs GPUs which are not there.
+    """
+    import torch
+
+    from meshfold.cli.arguments import Failure
+
+    there = torch.cuda.device_count()
+    for case in cases:
+        if case.ranks > there and not case.name.startswith("tiny"):
+            needed = "a GPU" if case.ranks == 1 else f"{case.ranks} GPUs"
+            found = {0: "none", 1: "one"}.get(there, str(there))
+            raise Failure(
+                f"--case {case.name} needs {needed}, and torch sees {found} here: --case tiny shows the command at work on a CPU"
+            )
 
 
 def _arguments() -> argparse.ArgumentParser:

@@ -47,6 +47,8 @@ _ELSEWHERE = {
     "--output": "--out",
     "--dtype": "--precision",
     "--max-length": "--seq-len",
+    "--length": "--max-new-tokens",
+    "--max-tokens": "--max-new-tokens",
     "--sequence-length": "--seq-len",
     "--nproc-per-node": "--ranks",
     "--nproc": "--ranks",

@@ -210,9 +210,11 @@ def new_checkpoint(
 
     ::
 
-        with new_checkpoint(step_folder(run, 100), {"step": 100}) as folder:
-            with TensorWriter(folder / "model.safetensors", announced) as writer:
-                ...
+        with (
+            new_checkpoint(step_folder(run, 100), {"step": 100}) as folder,
+            TensorWriter(folder / "model.safetensors", announced) as writer,
+        ):
+            writer.write("weight", weight)
 
     Until then, and after an error, the folder has the checkpoint that was there before, or none. The body closes its files. Call it
     on one process.
