@@ -17,10 +17,11 @@ from lightning.pytorch.callbacks import BaseFinetuning, EarlyStopping
 from torch.utils.data import DataLoader
 
 from meshfold.engine import TrainingError
+from meshfold.lightning import named_optimizer
 from meshfold.mesh import SpecError, record
 from meshfold.mesh.testing import ranks, run_on_ranks
 from meshfold.models import GPT, GPTConfig
-from meshfold.optimizers import Came, Lamb
+from meshfold.optimizers import ROLES, Came, Lamb
 
 sys.path.append(str(Path(__file__).parent))  # for the helpers beside this file, on every rank
 from lightning_cases import (
@@ -156,6 +157,21 @@ class ByNorms(Characterwise):
         return Lamb(self.parameters(), lr=1e-2, eps=1e-4, weight_decay=0.1)
 
 
+class LambByName(Characterwise):
+    def configure_optimizers(self) -> Any:
+        return named_optimizer(self, dict(name="lamb", lr=1e-2, eps=1e-4, weight_decay=0.1))
+
+
+class MuonByName(Characterwise):
+    """Its groups are those of roles."""
+
+    def configure_optimizers(self) -> Any:
+        made = named_optimizer(self, dict(name="muon", lr=1e-2, adamw_lr=1e-3, adamw_eps=1e-4, ns_dtype="same"))
+        assert [group["role"] for group in made.param_groups] == [*ROLES]
+        assert sum(len(group["params"]) > 0 for group in made.param_groups) >= 3
+        return made
+
+
 class ByRows(Characterwise):
     def configure_optimizers(self) -> Any:
         return Came(self.parameters(), lr=1e-3, eps=(1e-12, 1e-8))
@@ -171,6 +187,22 @@ def test_optimizers_that_see_norms_and_rows_step_as_on_one_device(turn: int) -> 
     for number, make in enumerate((ByNorms, ByRows)):
         spec = list(SPECS)[(number + turn) % 2]
         assert_same(run_on_ranks(4, norms_and_rows, SPECS[spec], [make])[0][0], serial("transformer", make), 1e-4)
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("spec", SPECS)
+def test_optimizers_by_name_step_as_on_one_device(spec: str) -> None:
+    wanted = serial("transformer", ByNorms), serial("transformer", MuonByName)
+    found = run_on_ranks(4, norms_and_rows, SPECS[spec], [LambByName, MuonByName])[0]
+    for run, alone in zip(found, wanted, strict=True):
+        assert_same(run, alone, 1e-4)
+
+
+def test_a_name_that_is_unknown_is_refused_with_those_that_are_known() -> None:
+    with pytest.raises(SpecError, match="Did you mean 'lamb'"):
+        named_optimizer(nn.Linear(2, 2), dict(name="lambb", lr=0.1))
+    with pytest.raises(SpecError, match="optimizer=None: write dict"):
+        named_optimizer(nn.Linear(2, 2), None)  # type: ignore[arg-type]
 
 
 def gans(parallel: dict[str, Any]) -> list[Any]:

@@ -18,10 +18,18 @@ from lightning.pytorch.strategies import StrategyRegistry
 from meshfold.lightning.checkpoints import consolidate
 from meshfold.lightning.colossalai import ColossalAIStrategy
 from meshfold.lightning.environment import RunningRanks
+from meshfold.lightning.named_optimizer import named_optimizer
 from meshfold.lightning.precision import MeshfoldPrecision
 from meshfold.lightning.strategy import MeshfoldStrategy
 
-__all__ = ["ColossalAIStrategy", "MeshfoldPrecision", "MeshfoldStrategy", "RunningRanks", "consolidate"]
+__all__ = [
+    "ColossalAIStrategy",
+    "MeshfoldPrecision",
+    "MeshfoldStrategy",
+    "RunningRanks",
+    "consolidate",
+    "named_optimizer",
+]
 
 MeshfoldStrategy.register_strategies(StrategyRegistry)
 ColossalAIStrategy.register_strategies(StrategyRegistry)
