@@ -83,7 +83,7 @@ class GaLoreOptimizer(RoleOptimizer):
             for p, both in zip(some, made, strict=True):
                 size = self._projection_shape(group, p)[0]
                 self.state[p]["projection"] = both[:size].reshape(-1).clone()
-                low[p] = both[size:].clone()
+                low[p] = both[size:]
         return low
 
     def _projection_shape(self, group: dict[str, Any], parameter: Tensor) -> tuple[int, int]:
