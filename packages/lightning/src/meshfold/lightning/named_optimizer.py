@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshfold.engine.optimizers import optimizer_factory
-from meshfold.engine.optimizers.roles import note_roles
+from meshfold.engine.optimizers import note_roles, optimizer_factory
 from meshfold.mesh import SpecError
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from meshfold.engine.errors import TrainingError
-from meshfold.engine.optimizers.roles import groups_by_role
+from meshfold.engine.optimizers.roles import groups_by_role, note_roles
 from meshfold.mesh import SpecError, did_you_mean
 from meshfold.mesh.parameters import OptimizerProbeError, ShardedBlocks, ShardedSquareSums, probe_optimizer
 from meshfold.mesh.spec import argument_checks as settings
@@ -36,7 +36,7 @@ from meshfold.optimizers import (
     averaged,
 )
 
-__all__ = ["OPTIMIZERS", "Factory", "StepGuard", "check_optimizer_class"]
+__all__ = ["OPTIMIZERS", "Factory", "StepGuard", "check_optimizer_class", "note_roles", "optimizer_factory"]
 
 Scheduler: TypeAlias = torch.optim.lr_scheduler.LRScheduler
 Factory: TypeAlias = Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]
