@@ -18,22 +18,26 @@ def in_float32(model: nn.Module) -> Iterator[None]:
 
     Packed weights are decoded to float32.
     """
-    kept: dict[nn.Parameter, Tensor] = {}
+    kept: dict[nn.Module, dict[str, nn.Parameter]] = {}
     decoded: dict[nn.Module, torch.dtype] = {}
 
     def widen(module: nn.Module, *_: Any) -> None:
         if packed_weight_of(module) is not None and module not in decoded:
             decoded[module] = module.__dict__["weight_dtype"]
             module.__dict__["weight_dtype"] = torch.float32
-        for parameter in module._parameters.values():
-            if parameter is not None and parameter.is_floating_point() and parameter.dtype != torch.float32:
-                kept[parameter] = parameter.data
-                parameter.data = parameter.data.float()
+        if module in kept:
+            return
+        narrow = {
+            n: p for n, p in module._parameters.items() if p is not None and p.dtype in (torch.bfloat16, torch.float16)
+        }
+        kept[module] = narrow
+        for name, parameter in narrow.items():
+            # Not by parameter.data: an engine that stores the weights takes no other dtype.
+            module._parameters[name] = nn.Parameter(parameter.detach().float(), requires_grad=False)
+            module._parameters[name].__dict__.update(parameter.__dict__)
 
     def restore(module: nn.Module, *_: Any) -> None:
-        for parameter in module._parameters.values():
-            if parameter is not None and parameter in kept:
-                parameter.data = kept.pop(parameter)
+        module._parameters.update(kept.pop(module, {}))
         if module in decoded:
             module.__dict__["weight_dtype"] = decoded.pop(module)
 

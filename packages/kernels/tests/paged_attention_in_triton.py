@@ -57,7 +57,10 @@ def compare(
     options = dict(rotary=rotary, arrived=arrived)
     found = attend_new(q, k, v, kept, scales, tables, positions, scale, window, splits, **options)
     assert arrived is None or not arrived.any(), "the next call would count on"
-    assert torch.equal(kept.view(torch.uint8), wanted.kept.view(torch.uint8)), "the pool"
+    if dtype == torch.float32:  # a GPU may turn a pair by a fused multiplication and addition, which rounds once less
+        torch.testing.assert_close(kept, wanted.kept, rtol=1e-6, atol=1e-6)
+    else:
+        assert torch.equal(kept.view(torch.uint8), wanted.kept.view(torch.uint8)), "the pool"
     assert scales is None or torch.equal(scales, wanted.scale), "the scales"  # type: ignore[arg-type]
     tolerance = 2e-5 if dtype == torch.float32 else 3e-2
     error = float((found.double() - expected).abs().max() / expected.abs().max().clamp(min=1))
