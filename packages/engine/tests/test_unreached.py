@@ -55,6 +55,43 @@ def test_its_gradient_counts_as_zero(spec: str, optimizer: dict[str, Any], backw
     engine.close()
 
 
+class Late(nn.Module):
+    """Its table is read without gradients, and so is called first and never reached by backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.blocks = nn.Embedding(8, 4), nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        with torch.no_grad():
+            x = self.table(ids)
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@ranks(2)
+def test_a_table_that_is_read_without_gradients(stage: int) -> None:
+    """The second step began with a sum of its gradient, before any unit was entered."""
+    ids = torch.arange(8).view(2, 4)
+    spec = dict(data=2, zero=dict(stage=stage))
+    with Engine(Late, spec, optimizer=dict(name="sgd", lr=0.1), precision="fp64") as engine:
+        serial = Late().double()
+        serial.load_state_dict(engine.full_state_dict())
+        for _ in range(3):
+            loss = serial(ids)
+            loss.backward()
+            found = engine.train_step({"ids": ids.chunk(2)[engine.mesh.index("data")]})
+            assert abs(found - float(loss.detach())) < 1e-9
+            with torch.no_grad():
+                for parameter in serial.parameters():
+                    if parameter.grad is not None:
+                        parameter -= 0.1 * parameter.grad
+                        parameter.grad = None
+        torch.testing.assert_close(engine.full_state_dict(), dict(serial.state_dict()), rtol=1e-9, atol=1e-9)
+
+
 def stage_3() -> str:
     diagnosis._BEAT_S = 0.1  # of this pool's ranks, which end after the test
     engine = Engine(net, dict(data=2, zero=dict(stage=3)), optimizer="sgd", precision="fp64", watchdog=300.0)

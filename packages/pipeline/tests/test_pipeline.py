@@ -473,6 +473,17 @@ class Residual(nn.Module):
         return {"logits": logits, "loss": logits.square().mean()}
 
 
+class Detached(Residual):
+    """No gradient tells that the end uses what was made before the blocks, and nothing but the loss is returned."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:  # type: ignore[override]
+        x = self.embed(input_ids)
+        first = x.detach()
+        for block in self.blocks:
+            x = block(x)
+        return self.head(first + x).square().mean()
+
+
 class Reads(nn.Module):
     def __init__(self, again: bool) -> None:
         super().__init__()
@@ -496,6 +507,12 @@ def test_what_does_not_travel_is_refused_and_travels_as_an_argument() -> None:
         received = [torch.zeros(2, SEQUENCE, WIDTH)]
         with pytest.raises(LayoutError, match=r"returns only NaN for finite inputs.*between the blocks of blocks"):
             pipeline._stages[1].forward(0, work, plan, received)
+    pipeline = Pipeline(Detached(again=False), mesh, microbatches=1)
+    work = pipeline.split(tokens(2))[0]
+    plan = pipeline.plan_of(work)
+    if mesh.rank == 1:
+        with pytest.raises(LayoutError, match=r"returns only NaN for finite inputs.*between the blocks of blocks"):
+            pipeline._stages[1].forward(0, work, plan, [torch.zeros(2, SEQUENCE, WIDTH)])
     assert Pipeline(Residual(again=True), mesh, microbatches=2).step(tokens(4)).isfinite()
 
 

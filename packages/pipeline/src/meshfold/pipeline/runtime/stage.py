@@ -144,6 +144,8 @@ class Stage:
                 if self.is_last:
                     loss = self._loss_of(output, work.given)
                     output = [loss]
+                    if looks and not work.weight.is_meta and bool(work.weight):
+                        self._check_values(loss.view(1), received)
         if loss is None:
             self._check(output, plan)
         # Keep graph edges, not tensors, so that a sent tensor can be freed here.

@@ -126,7 +126,7 @@ class Runtime:
 
     def computes_since(self, place: int) -> bool:
         """Return True if a unit that is not light was entered since a place, and another one after it."""
-        return any(unit not in self._light for unit in islice(self._seen, place, len(self._seen) - 1))
+        return any(unit not in self._light for unit in islice(self._seen, place, max(0, len(self._seen) - 1)))
 
     def close(self) -> None:
         """Remove the hooks."""
