@@ -62,7 +62,7 @@ def main(argv: list[str]) -> int:
     engine = Engine(lambda: GPT(config), parallel, optimizer="adamw", precision="bf16", clip_grad_norm=1.0)
     engine.saver._lane = Bus()
     try:
-        engine.train_step(torch.randint(512, (2, 16)))
+        engine.train_step(engine.shard_batch(torch.randint(512, (2, 16))))
         result = measure(engine, folder, args.launches, args.kernel * 1e-6, args.elements, args.rounds)
     finally:
         engine.close()
