@@ -114,3 +114,16 @@ def test_logits_are_read_until_the_step() -> None:
     assert type(logits) is Tensor
     engine.backward(F.cross_entropy(logits.flatten(0, 1), LABELS.flatten()))
     engine.close()
+
+
+@ranks(2)
+def test_a_second_derivative_through_layers_that_are_split_is_refused() -> None:
+    """A penalty on the gradient by the input: weights got a part of its gradient, silently."""
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    settings: dict[str, Any] = dict(optimizer="sgd", precision="fp64", rules={"0": "column", "2": "row"})
+    with Engine(model, dict(tensor=2), **settings) as engine:
+        x = torch.ones(3, 4, dtype=torch.float64, requires_grad=True)
+        (slope,) = torch.autograd.grad(engine(x).sum(), x, create_graph=True)
+        with pytest.raises(RuntimeError, match=r"differentiate twice") as raised:
+            engine.backward((slope.norm(dim=1) - 1).square().mean())
+        assert any("have no second derivative" in note for note in raised.value.__notes__)

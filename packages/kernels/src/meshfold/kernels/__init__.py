@@ -65,7 +65,7 @@ from meshfold.kernels.fp8_products import bind_fp8_matmul, fp8_backward, fp8_for
 from meshfold.kernels.fp8_roofline import fp8_gain
 from meshfold.kernels.fp8_shard import Fp8Shard, weight_scales
 from meshfold.kernels.fp8_weight import Fp8Operands, Fp8Weight, Fp8WeightError, fp8_operand
-from meshfold.kernels.functions import applied
+from meshfold.kernels.functions import applied, once_differentiable
 from meshfold.kernels.grad_pass import (
     largest_magnitude,
     sum_of_magnitudes,
@@ -252,6 +252,7 @@ __all__ = [
     "merge_words",
     "of_codes",
     "on_gpu",
+    "once_differentiable",
     "one_shot_bytes",
     "one_shot_rows",
     "one_shot_slot",

@@ -13,17 +13,27 @@ Backward = Callable[..., Any]
 
 
 def once_differentiable(backward: Backward) -> Backward:
-    """Return a backward that raises when it is differentiated again, as ``torch.autograd.function.once_differentiable`` does.
+    """Return a backward whose results raise when they are differentiated again.
 
-    A backward without ``create_graph`` runs as it is: gradients are off already, and nothing can go wrong.
+    torch's decorator of this name lets them pass if the gradients that come in are constants, as those of ``y.sum()``: a second
+    derivative by weights was silently zero. A backward without ``create_graph`` runs as it is: nothing can go wrong.
     """
-    refused = torch.autograd.function.once_differentiable(backward)
 
     @functools.wraps(backward)
     def run(ctx: Any, *gradients: Any) -> Any:
-        return refused(ctx, *gradients) if torch.is_grad_enabled() else backward(ctx, *gradients)
+        if not torch.is_grad_enabled():
+            return backward(ctx, *gradients)
+        with torch.no_grad():
+            found = backward(ctx, *gradients)
+        each = found if isinstance(found, tuple) else (found,)
+        refused: Any = torch._C._functions.DelayedError(_TWICE, len(each))
+        made = refused(*(None if one is None else one.detach().requires_grad_() for one in each))
+        return made if isinstance(found, tuple) else made[0] if isinstance(made, tuple) else made
 
     return run
+
+
+_TWICE = b"trying to differentiate twice a function that was marked with @once_differentiable"
 
 
 def applied(function: type[torch.autograd.Function]) -> Callable[..., Any]:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from meshfold.kernels import once_differentiable
 from meshfold.mesh import LayoutError, Mesh
 from meshfold.mesh.collectives import Primitive, adjoint_pair, non_view_result
 from meshfold.mesh.parameters import defer_weight_grad
@@ -109,6 +110,7 @@ def _make_deferred_product(plan: MatmulPlan, mesh: Mesh, chosen: Lowering) -> De
             return non_view_result(y, x)
 
         @staticmethod
+        @once_differentiable
         def backward(ctx: Any, dy: Tensor) -> Any:
             x, w, ticket = ctx.saved_tensors
             dx = None
@@ -139,6 +141,7 @@ def _make_product(plan: MatmulPlan, mesh: Mesh, chosen: Lowering, keep: frozense
             return non_view_result(y, x)
 
         @staticmethod
+        @once_differentiable
         def backward(ctx: Any, dy: Tensor) -> Any:
             x, w = ctx.saved_tensors[:2]
             # By index from both ends: torch.compile cannot always trace a starred assignment.
