@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from meshfold.engine import Engine, precision
 from meshfold.mesh.parameters import WeightWriteError, with_written
+from meshfold.mesh.parameters.weight_writes import RefusingParameter
 from meshfold.mesh.testing import ranks
 from meshfold.zero_gemini.sharded_model import contents
 
@@ -328,3 +329,27 @@ def test_steps_alone_write_nothing(spec: str) -> None:
         engine.full_state_dict()
         assert not looks.called
         engine.close()
+
+
+@ranks(2)
+def test_released_parameters_answer_few_calls_in_a_step() -> None:
+    """A call of Python takes a microsecond, and a step has hundreds of parameters."""
+    calls: list[object] = []
+    answer = RefusingParameter.__torch_function__.__func__  # type: ignore[attr-defined]
+
+    def counted(cls: type, func: Any, *given: Any) -> Any:
+        calls.append(func)
+        return answer(cls, func, *given)
+
+    with Engine(
+        nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)), nn.Linear(64, 3)),
+        SPECS["zero 3"],
+        optimizer=OPTIMIZERS["our kernels"],
+        loss_fn=lambda output, batch: F.mse_loss(output, batch[1]),
+    ) as engine:
+        batch = engine.shard_batch((X.repeat(1, 16), Y))
+        for _ in range(2):
+            engine.train_step(batch)
+        with mock.patch.object(RefusingParameter, "__torch_function__", classmethod(counted)):
+            engine.train_step(batch)
+    assert len(calls) < 20, f"{len(calls)} calls: {calls}"

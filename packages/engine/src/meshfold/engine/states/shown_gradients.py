@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from weakref import WeakMethod, finalize
 
+import torch
 from torch import Tensor, nn
 
 from meshfold.engine.errors import TrainingError
@@ -52,9 +53,10 @@ class ShownGradients:
 
     def show(self) -> None:
         """Set ``parameter.grad`` to shown gradients from now on."""
-        for place, parameter in enumerate(self._states.trained):
-            if parameter.grad is None:
-                parameter.grad = self._stand_in(place, parameter)
+        with torch._C.DisableTorchFunctionSubclass():  # released parameters would answer in Python
+            for place, parameter in enumerate(self._states.trained):
+                if parameter.grad is None:
+                    parameter.grad = self._stand_in(place, parameter)
         self._visible = True
         if not self._listens and "torch._dynamo" in sys.modules:
             self._listens = True
@@ -74,8 +76,9 @@ class ShownGradients:
         """Show nothing: at the end, or before a backward, which would add to the shown gradients."""
         if not self._visible:
             return
-        for parameter in self._states.trained:
-            parameter.grad = None
+        with torch._C.DisableTorchFunctionSubclass():
+            for parameter in self._states.trained:
+                parameter.grad = None
         self._covered.clear()
         self._factors.clear()
         self._visible = False

@@ -221,13 +221,19 @@ def set_values(parameter: Tensor, values: Tensor) -> None:
 
 def settle(parameter: Tensor) -> None:
     """Forget what was written to a parameter."""
-    parameter.__dict__[_NOTED] = parameter._version
+    parameter.__dict__[_NOTED] = _version_of(parameter)
 
 
 def was_written(parameter: Tensor) -> bool:
     """Return True if a parameter may have been written to since :func:`watch`, :func:`refuse` or :func:`settle`."""
-    noted: int | None = parameter.__dict__.get(_NOTED, parameter._version)
-    return noted != parameter._version
+    noted: int | None = parameter.__dict__.get(_NOTED)
+    return noted is not None and noted != _version_of(parameter)
+
+
+def _version_of(parameter: Tensor) -> int:
+    """Return torch's count of writes, without a call of Python for each of hundreds of parameters in every step."""
+    with torch._C.DisableTorchFunction():
+        return parameter._version
 
 
 def _become(parameter: Tensor, kind: type[nn.Parameter]) -> None:
