@@ -284,7 +284,7 @@ def test_mistakes(options: dict[str, Any], words: str) -> None:
 
 
 def test_too_little_memory_is_refused_before_anything_is_made() -> None:
-    with pytest.raises(MemoryPlanError, match="GiB are missing"):
+    with pytest.raises(MemoryPlanError, match="KiB are missing"):
         ppo(parallel=ZERO, memory=dict(gpu=1000, host=1000, activations=1))
 
 

@@ -1,7 +1,9 @@
-"""A batch that every data rank was given is refused once; batches that the engine has cut are not compared."""
+"""A batch that every data rank was given is refused; batches that the engine has cut are not compared."""
 
 from __future__ import annotations
 
+import warnings
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -37,8 +39,20 @@ def test_batches_of_a_plain_dataloader_are_refused_with_the_line_to_write() -> N
             SpecError, match=r"all 2 data ranks were given the same batch.*engine\.shard_batch\(batch\)"
         ):
             engine.train_step(batch)
-    with engine_of(zero=dict(stage=3), data=2) as engine, pytest.raises(SpecError, match="the same batch"):
-        engine(ROWS)
+
+
+@ranks(2)
+def test_equal_inputs_in_a_loop_of_ones_own_are_warned_of_once() -> None:
+    """Targets or the loss may differ between ranks."""
+    with engine_of(zero=dict(stage=3), data=2) as engine:
+        first = pytest.warns(UserWarning, match="were given the same inputs.*engine.shard_batch")
+        with first if engine.mesh.rank == 0 else nullcontext():
+            loss = (engine(ROWS) - engine.mesh.rank).square().mean()
+        engine.backward(loss)
+        engine.step()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            engine(ROWS)
 
 
 @ranks(2)

@@ -89,18 +89,19 @@ class Forward:
         """True if the model predicts each label from the tokens before it, so that the first of a row does not count."""
         return self._mean is LossMean.NEXT_TOKENS
 
-    def train(self, work: batches.Batch) -> None:
+    def train(self, work: batches.Batch, *, complete: bool = True) -> None:
         """Call ``model.train()`` if the model is in eval mode; submodules that the user put in eval mode stay in it.
 
         Args:
             work: the batch to train on; the first one is compared with those of other data ranks.
+            complete: it has targets too, or the model needs none; else it has inputs alone.
 
         Raises:
             TrainingError: for a parameter that the engine was not made to train.
-            SpecError: if all data ranks have the same batch.
+            SpecError: if all data ranks have the same complete batch.
         """
         if torch.is_grad_enabled():
-            self.rows.check(work)
+            self.rows.check(work, complete=complete)
         self._parameters_known.check()
         if not self._model.training:
             self._model.train()

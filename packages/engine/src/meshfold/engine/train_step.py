@@ -228,7 +228,7 @@ class TrainStep:
     def output(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the model's output on this rank's inputs, in training mode."""
         work = self.forward.inputs(args, kwargs)
-        self.forward.train(work)
+        self.forward.train(work, complete=False)
         if torch.is_grad_enabled():
             self.gradients.begin()
         with self.random(self.forward.shares(work)):

@@ -1,7 +1,8 @@
-"""The rows that this data coordinate is given: cut from a global batch, or refused if every data rank has the same ones."""
+"""The rows that this data coordinate is given: cut from a global batch, or compared with those of the other data ranks."""
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -46,11 +47,16 @@ class GivenRows:
         """Compare no batches: the program cuts them itself, or gives all ranks the same on purpose."""
         self._settled = True
 
-    def check(self, work: Batch) -> None:
+    def check(self, work: Batch, *, complete: bool) -> None:
         """Compare the first batch with those of the other data ranks; all must call.
 
+        Args:
+            work: the batch.
+            complete: it is all that the loss depends on. Inputs alone may be the same where targets or the loss differ, so that they
+                are only warned of.
+
         Raises:
-            SpecError: if all of them have the same.
+            SpecError: if all of them have the same complete batch.
         """
         if self._settled:
             return
@@ -62,13 +68,17 @@ class GivenRows:
             mine = mine * 31 + _fingerprint(tensor).to(mine.device)
         each = all_gather(mine.view(1), self._world.row_group, 0).tolist()
         if len({*each}) == 1 and not all(_is_constant(tensor) for tensor in tensors):
-            ranks = self._world.row_size
-            raise SpecError(
-                f"{self._world.spec.written or self._world.spec}: all {ranks} data ranks were given the same batch, such as a "
+            ranks, given = self._world.row_size, "batch" if complete else "inputs"
+            said = (
+                f"{self._world.spec.written or self._world.spec}: all {ranks} data ranks were given the same {given}, such as a "
                 f"plain DataLoader yields on each of them, and would compute one gradient {ranks} times. Cut it: "
                 "engine.train_step(engine.shard_batch(batch)), or let loader = engine.dataloader(dataset, batch_size=...) yield "
                 "each rank's rows"
             )
+            if complete:
+                raise SpecError(said)
+            if self._world.row_index == 0:
+                warnings.warn(said, stacklevel=2)
 
 
 def _is_constant(tensor: Tensor) -> bool:
