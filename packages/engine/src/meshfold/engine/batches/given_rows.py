@@ -52,8 +52,8 @@ class GivenRows:
 
         Args:
             work: the batch.
-            complete: it is all that the loss depends on. Inputs alone may be the same where targets or the loss differ, so that they
-                are only warned of.
+            complete: it is all that the loss depends on. Inputs alone may be the same where targets or the loss differ, so they are
+                only warned of.
 
         Raises:
             SpecError: if all of them have the same complete batch.
