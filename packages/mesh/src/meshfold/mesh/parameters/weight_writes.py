@@ -226,8 +226,8 @@ def settle(parameter: Tensor) -> None:
 
 def was_written(parameter: Tensor) -> bool:
     """Return True if a parameter may have been written to since :func:`watch`, :func:`refuse` or :func:`settle`."""
-    noted: int | None = parameter.__dict__.get(_NOTED)
-    return noted is not None and noted != _version_of(parameter)
+    own = parameter.__dict__
+    return _NOTED in own and own[_NOTED] != _version_of(parameter)
 
 
 def _version_of(parameter: Tensor) -> int:
