@@ -251,6 +251,21 @@ def test_the_disk_is_that_of_the_folder(tmp_path: Path) -> None:
     assert found.memory.disk > 0 and found.memory.host <= 2300 * MiB
 
 
+def test_bytes_on_disk_are_those_of_the_optimizer(tmp_path: Path) -> None:
+    """The masters of a model in bfloat16 beside Lion's number, LARS's one and LAMB's two; Adam's masters are half there."""
+    tight = dict(gpu_memory_limit="700MiB", host_memory_limit="2050MiB", offload_path=tmp_path)
+    for optimizer, state, reads in (("adamw", 10, 1), ("lion", 8, 1), ("lars", 8, 2), ("lamb", 12, 2)):
+        found = planned(
+            tight, model=partial(opt, 6, 1024, 8), batch_size=1, seq_len=64, optimizer=optimizer, clip=False
+        )
+        assert found.plan is not None, found.refusal
+        elements = {chunk.name: chunk.elems for chunk in found.plan.workload.chunks}
+        away = sum(elements[chunk.name] for chunk in found.plan.chunks if chunk.state == "disk")
+        assert found.memory.disk == state * away > 0
+        assert (found.plan.workload.regime.state, found.plan.workload.regime.disk_reads) == (state, reads)
+        assert found.plan.workload.clipping == (optimizer != "adamw"), "only Adam steps chunk by chunk"
+
+
 @pytest.mark.parametrize(
     ("precision", "regime", "moments", "held"),
     [

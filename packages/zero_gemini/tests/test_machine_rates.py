@@ -212,6 +212,8 @@ def test_a_disk_is_as_fast_as_the_steps_of_what_is_on_it() -> None:
     assert found.disk_read / found.disk_write == pytest.approx(EMULATED.disk_read / EMULATED.disk_write)
     same = replace(found, disk_read=EMULATED.disk_read, disk_write=EMULATED.disk_write)
     assert same == EMULATED
+    twice = with_observed_rates(EMULATED, replace(regime, disk_reads=2), {"disk": StepTiming(n, 7.0)})
+    assert 20 * n / twice.disk_read + 10 * n / twice.disk_write == pytest.approx(7.0)
 
 
 def test_together_counts_the_best_period(monkeypatch: pytest.MonkeyPatch) -> None:

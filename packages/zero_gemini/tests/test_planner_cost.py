@@ -25,7 +25,7 @@ from meshfold.zero_gemini.planner import (
     static,
 )
 from meshfold.zero_gemini.planner.memory import gather_windows
-from meshfold.zero_gemini.planner.options import SPECULATIVE_STEP, SPLIT_STEP
+from meshfold.zero_gemini.planner.options import NONE, SPECULATIVE_STEP, SPLIT_STEP
 from meshfold.zero_gemini.planner.seconds import seconds_table
 
 sys.path.append(str(Path(__file__).parent))
@@ -177,6 +177,19 @@ def test_the_whole_step_of_what_is_on_disk_moves_26_bytes_in_the_forward() -> No
     assert table.chunk[0, 4, row] * MACHINE.host_memory == pytest.approx((26 + 2 + 20) * E)
     disk = table.names.index("disk")
     assert table.chunk[0, 4, disk] == pytest.approx(10 * E / MACHINE.disk_read + 10 * E / MACHINE.disk_write)
+
+
+def test_state_that_a_step_reads_twice_takes_its_reads_seconds_twice() -> None:
+    """LAMB's and LARS's, whose norms are known after the first reading."""
+    twice = replace(work(clipping=True), regime=replace(REGIMES["A"], disk_reads=2))
+    table, _ = seconds_table(twice, MACHINE, SPLIT_STEP)
+    disk, host = table.names.index("disk"), table.names.index("host memory")
+    assert table.chunk[0, 4, disk] == pytest.approx(20 * E / MACHINE.disk_read + 10 * E / MACHINE.disk_write)
+    assert table.chunk[0, 4, host] * MACHINE.host_memory == pytest.approx((26 + 2 + 30) * E)
+    stepped, _ = seconds_table(replace(twice, clipping=False), MACHINE, NONE)
+    assert stepped.chunk[:, 4, stepped.names.index("disk")].max() == pytest.approx(
+        20 * E / MACHINE.disk_read + 10 * E / MACHINE.disk_write
+    )
 
 
 def test_out_of_place_is_picked_when_clipping_is_rare_and_host_memory_is_there() -> None:

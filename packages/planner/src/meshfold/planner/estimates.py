@@ -12,6 +12,7 @@ from torch import Tensor
 from meshfold.mesh import Entry, Mesh, ParallelSpec
 from meshfold.planner.clock import Work, optimizer_seconds
 from meshfold.planner.machines import Machine
+from meshfold.zero_gemini.optimizer import StateSize
 
 if TYPE_CHECKING:
     from meshfold.planner.pipeline_estimate import PipelineEstimate
@@ -38,6 +39,15 @@ With default settings: SGD without momentum, LARS with it. Means of rows and col
 of n columns they are about 1/n of its elements. GaLore's projections and moments of projected gradients are not counted either.
 Muon and GaLore on AdamW keep two of embeddings, head, norms and biases.
 """
+CHUNK_BY_CHUNK = ("adamw", "adam")
+"""Optimizers that ``zero`` steps chunk by chunk, with kernels of its own."""
+NORMS = ("lamb", "lars")
+"""Optimizers that need norms of whole tensors."""
+
+
+def kept_by(optimizer: str) -> StateSize:
+    """Return what a plan counts of an optimizer's state; ``optimizer``: a key of :data:`MOMENTS`."""
+    return StateSize(MOMENTS[optimizer], ours=optimizer in CHUNK_BY_CHUNK, disk_reads=2 if optimizer in NORMS else 1)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,7 +30,7 @@ from meshfold.mesh.spec import ZeroSpec, format_bytes
 from meshfold.planner.clock import Work, kernels_of, operator_seconds
 from meshfold.planner.collected_gradients import moved_bytes, taking
 from meshfold.planner.estimate_settings import EstimateSettings
-from meshfold.planner.estimates import MOMENTS, Memory, StepEstimate
+from meshfold.planner.estimates import CHUNK_BY_CHUNK, Memory, StepEstimate, kept_by
 from meshfold.planner.machines import Machine
 from meshfold.planner.step_bytes import allocation_bytes, fixed_bytes
 from meshfold.zero_gemini import MemoryPlanError, slot_alignment
@@ -64,12 +64,12 @@ def estimate_zero(
         stand_in: context in which it runs.
     """
     spec, machine, accumulation = zero_of(settings), settings.machine, settings.accumulate
-    moments = MOMENTS[settings.optimizer]
     world, precision = engine.world, engine.precision
     ranks, local = world.data_size, min(machine.devices, world.mesh.world_size)
     tokens = settings.tokens // ranks
     blocks = engine.recomputed_blocks if settings.recompute == "auto" else None
-    regime = regime_of(spec, precision, accumulation=accumulation, ranks=ranks, moments=moments)
+    kept = kept_by(settings.optimizer)
+    regime = regime_of(spec, precision, accumulation=accumulation, ranks=ranks, **kept._asdict())
     each = moved_bytes(spec, regime, ranks=ranks, accumulation=accumulation)
 
     def traced() -> tuple[Trace, OperatorCounter, Log]:
@@ -100,8 +100,9 @@ def estimate_zero(
         ranks_per_host=local,
         host_base_bytes=PROCESS_BYTES,
         reshards=spec.reshard_after_forward,
-        # Only Adam steps chunk by chunk during backward.
-        clipping=engine.runner.needs_all_gradients or moments != 2 or precision.name == "fp64",
+        clipping=engine.runner.needs_all_gradients
+        or settings.optimizer not in CHUNK_BY_CHUNK
+        or precision.name == "fp64",
     )
     recomputed = settings.recompute == "blocks"
     workload = replace(workload, recomputed=recomputed, **largest_output(engine.model, tokens // accumulation))
@@ -379,7 +380,8 @@ def stage_problem(
     spec, machine, precision = zero_of(settings), settings.machine, settings.parameter_precision
     local = min(machine.devices, world.mesh.world_size)
     accumulation, ranks = max(2, settings.accumulate), world.data_size
-    regime = regime_of(spec, precision, accumulation=accumulation, ranks=ranks, moments=MOMENTS[settings.optimizer])
+    kept = kept_by(settings.optimizer)
+    regime = regime_of(spec, precision, accumulation=accumulation, ranks=ranks, **kept._asdict())
     each = moved_bytes(spec, regime, ranks=ranks, accumulation=accumulation)
     with record() as log:
         trace, _ = trace_without_values(model, rehearse, stand_in, machine, precision, blocks, (each, regime))

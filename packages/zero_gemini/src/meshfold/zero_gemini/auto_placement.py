@@ -32,7 +32,7 @@ from meshfold.zero_gemini.machine_rates import (
     slowest,
 )
 from meshfold.zero_gemini.memory.arena import MemoryTier
-from meshfold.zero_gemini.optimizer import StepKind, StepTiming
+from meshfold.zero_gemini.optimizer import StateSize, StepKind, StepTiming, state_size
 from meshfold.zero_gemini.planner import (
     SPECULATIVE_STEP,
     SPLIT_STEP_ON_DEVICE,
@@ -138,12 +138,16 @@ class AutoPlacement:
         self._limits, self._disk = limits or Limits(), disk
         self._data_ranks = max(chunk.group.size for chunk in gemini.chunks)
         chunk = gemini.chunks[0]
+        master_dtype, kept = gemini.master_dtype(chunk.parameters[0]), StateSize()
+        if disk is not None and gemini.optimizer is not None:
+            kept = state_size(gemini.optimizer, chunk.dtype, master_dtype)
         self._regime = Regime.of(
             regime,
             chunk.dtype,
-            gemini.master_dtype(chunk.parameters[0]),
+            master_dtype,
             accumulation=accumulation,
             ranks=self._data_ranks,
+            **kept._asdict(),
         )
         self._traces: list[Trace] = []
         self._traced = False  # in this optimizer step

@@ -34,7 +34,16 @@ from meshfold.zero_gemini.planner import (
 from meshfold.zero_gemini.planner import Machine as Rates
 
 
-def regime_of(spec: ZeroSpec, precision: Precision, *, accumulation: int, ranks: int, moments: int = 2) -> Regime:
+def regime_of(
+    spec: ZeroSpec,
+    precision: Precision,
+    *,
+    accumulation: int,
+    ranks: int,
+    moments: float = 2,
+    ours: bool = True,
+    disk_reads: int = 1,
+) -> Regime:
     """Return the bytes that an element takes under an entry ``zero``.
 
     Args:
@@ -43,6 +52,8 @@ def regime_of(spec: ZeroSpec, precision: Precision, *, accumulation: int, ranks:
         accumulation: micro-steps of an optimizer step.
         ranks: that share a chunk.
         moments: numbers that the optimizer keeps for an element; Adam's two in float32 have kernels of ours.
+        ours: an optimizer with two numbers is Adam.
+        disk_reads: times that a step reads state on disk; an optimizer that needs norms reads it twice.
     """
     return Regime.of(
         spec.regime,
@@ -51,6 +62,8 @@ def regime_of(spec: ZeroSpec, precision: Precision, *, accumulation: int, ranks:
         accumulation=accumulation,
         ranks=ranks,
         moments=moments,
+        ours=ours,
+        disk_reads=disk_reads,
     )
 
 

@@ -23,7 +23,13 @@ from meshfold.mesh.parameters.grad_norm import (
     max_over_ranks,
 )
 from meshfold.mesh.parameters.gradient_proxy import GradientProxy
-from meshfold.mesh.parameters.optimizer_probe import OptimizerProbeError, number_keys, probe_optimizer
+from meshfold.mesh.parameters.optimizer_probe import (
+    OptimizerProbeError,
+    StateLayout,
+    number_keys,
+    probe_optimizer,
+    state_layout,
+)
 from meshfold.mesh.parameters.parameter_meta import (
     ROLE,
     ParameterMeta,
@@ -69,6 +75,7 @@ __all__ = [
     "ShardOfTensor",
     "ShardedBlocks",
     "ShardedSquareSums",
+    "StateLayout",
     "StoredValue",
     "WatchedParameter",
     "WeightGradQueue",
@@ -101,6 +108,7 @@ __all__ = [
     "settle",
     "sharded_blocks",
     "square_sums_of_blocks",
+    "state_layout",
     "uncompiled_name",
     "unwatch",
     "values_of",

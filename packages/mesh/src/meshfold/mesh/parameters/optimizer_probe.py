@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict, defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -92,6 +92,81 @@ def number_keys(optimizer: torch.optim.Optimizer) -> frozenset[str]:
     return frozenset(found)
 
 
+class StateLayout(NamedTuple):
+    """The state that an optimizer keeps for a parameter of which it has a flat shard.
+
+    Attributes:
+        like: dtype of each tensor that has one number an element, by key.
+        others: keys of what is neither that nor a single number.
+        changed: the optimizer's own attributes that a step changes.
+    """
+
+    like: dict[str, torch.dtype]
+    others: tuple[str, ...]
+    changed: tuple[str, ...]
+
+
+def state_layout(optimizer: torch.optim.Optimizer, dtype: torch.dtype, *, with_state: bool = False) -> StateLayout:
+    """Return what an optimizer keeps for a parameter, of all its groups together: a twin steps on three elements.
+
+    Args:
+        optimizer: with its settings; it is not changed and does not step.
+        dtype: of the parameter.
+        with_state: it makes its state at construction.
+
+    Raises:
+        OptimizerProbeError: if it cannot step on such a parameter.
+    """
+    like: dict[str, torch.dtype] = {}
+    others: list[str] = []
+    changed: list[str] = []
+    try:
+        with torch.random.fork_rng(devices=[]), torch.enable_grad():
+            for group in optimizer.param_groups:
+                parameter = nn.Parameter(torch.ones(3, dtype=dtype))
+                twin = _twin(optimizer, group, [parameter], with_state=with_state)
+                before = {key: copy.deepcopy(value, {id(parameter): parameter}) for key, value in _own(twin).items()}
+                for _ in range(_STEPS):
+                    parameter.grad = torch.ones_like(parameter)
+                    twin.step()
+                changed += [key for key, value in _own(twin).items() if not _is_same(value, before.get(key))]
+                for key, value in twin.state.get(parameter, {}).items():
+                    if isinstance(value, Tensor) and value.shape == parameter.shape:
+                        like[key] = value.dtype
+                    elif isinstance(value, list | tuple | dict) or (isinstance(value, Tensor) and value.numel() > 1):
+                        others.append(key)
+    except Exception as error:
+        raise OptimizerProbeError(
+            f"{type(optimizer).__name__} could not be tried out on a parameter of three elements ({type(error).__name__}: "
+            f"{error}), which shows what it keeps"
+        ) from error
+    return StateLayout(like, tuple(dict.fromkeys(others)), tuple(dict.fromkeys(changed)))
+
+
+def _own(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return an optimizer's own attributes, without those that torch keeps."""
+    torchs = ("param_groups", "state", "step", "defaults", "_opt_called")
+    return {key: value for key, value in vars(optimizer).items() if key not in torchs and not key.endswith("_hooks")}
+
+
+def _is_same(value: Any, before: Any) -> bool:
+    """Return True if an attribute is what its copy from before the steps is."""
+    if value is before:
+        return True
+    if isinstance(value, Tensor) and isinstance(before, Tensor):
+        return torch.equal(value, before)
+    kind: Any = type(value)
+    try:
+        # Objects that compare by identity are copied, so only their attributes tell.
+        if kind.__eq__ is object.__eq__ and hasattr(value, "__dict__"):
+            return bool(vars(value).keys() == vars(before).keys()) and all(
+                _is_same(one, vars(before)[key]) for key, one in vars(value).items()
+            )
+        return bool(value == before)
+    except Exception:  # tensors inside, which do not compare
+        return False
+
+
 def _run(
     optimizer: torch.optim.Optimizer,
     group: Mapping[str, Any],
@@ -110,11 +185,16 @@ def _run(
 
 
 def _twin(
-    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], parameters: list[nn.Parameter]
+    optimizer: torch.optim.Optimizer,
+    group: Mapping[str, Any],
+    parameters: list[nn.Parameter],
+    *,
+    with_state: bool | None = None,
 ) -> torch.optim.Optimizer:
-    """Return an optimizer with the same settings for other parameters."""
+    """Return an optimizer with the same settings for other parameters; ``with_state``: its constructor makes state, None: if
+    it has some."""
     own = {**group, "params": parameters}
-    if optimizer.state:  # it creates state in its constructor
+    if bool(optimizer.state) if with_state is None else with_state:
         return type(optimizer)([own], **optimizer.defaults)
     twin: torch.optim.Optimizer = object.__new__(type(optimizer))
     # Replace the model's parameters by ours while copying attributes, so that none is copied.

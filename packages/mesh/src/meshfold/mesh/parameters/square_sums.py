@@ -40,7 +40,14 @@ class ShardedSquareSums:
     Each row has one tensor for each parameter, shaped like its shard. One all-reduce of ``8 · rows · tensors`` bytes adds them.
     All ranks of the group call it in every step, including those that hold nothing. The result is the same bits on every rank,
     and nothing waits for the device that ranks communicate from.
+
+    Attributes:
+        more: sums of this rank's parts that the next all-reduce also adds, as of :meth:`local`; None: there are none.
+        whole: the last sums over the ranks of all tensors, ``(rows, tensors)``.
     """
+
+    more: Tensor | None = None
+    whole: Tensor | None = None
 
     def __init__(
         self, shards: Mapping[Tensor, ShardOfTensor], tensors: int, group: Group, device: torch.device
@@ -63,10 +70,18 @@ class ShardedSquareSums:
     def __call__(self, parameters: Sequence[Tensor], rows: Sequence[Sequence[Tensor]]) -> Tensor:
         """Return the sums; see the class."""
         shards = [self._shards[parameter] for parameter in parameters]
+        return self._added_up(self.local(shards, rows), shards)
+
+    def local(self, shards: Sequence[ShardOfTensor], rows: Sequence[Sequence[Tensor]]) -> Tensor:
+        """Return the sums over some shards of this rank, ``(rows, tensors)``, nothing sent."""
         sums = torch.zeros(len(rows), self._tensors, dtype=torch.float64, device=self._device)
         for row, into in zip(rows, sums.unbind(), strict=True):
             _add_squares(row, shards, into, self._index)
-        return self._added_up(sums, shards)
+        return sums
+
+    def shard_of(self, parameter: Tensor) -> ShardOfTensor:
+        """Return this rank's shard of a parameter."""
+        return self._shards[parameter]
 
     def takes_sums(self, parameters: Sequence[Tensor]) -> bool:
         """Return True if :meth:`of_sums` can be called: equally many ranks hold each element of a shard, and none is padding."""
@@ -84,7 +99,9 @@ class ShardedSquareSums:
         return self._added_up(found, shards)
 
     def _added_up(self, sums: Tensor, shards: Sequence[ShardOfTensor]) -> Tensor:
-        summed = operations.all_reduce(sums, self._group)
+        if self.more is not None:
+            sums = sums + self.more.to(sums.device)
+        summed = self.whole = operations.all_reduce(sums, self._group)
         return summed.index_select(1, self._index([shard.place for shard in shards]))
 
     def _held_alike(self, parameter: Tensor) -> float | None:

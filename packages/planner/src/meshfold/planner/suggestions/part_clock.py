@@ -11,7 +11,7 @@ from meshfold.engine.zero import regime_of
 from meshfold.mesh import ParallelSpec
 from meshfold.mesh.spec import ZeroSpec
 from meshfold.planner.clock import Phases, Work
-from meshfold.planner.estimates import MOMENTS
+from meshfold.planner.estimates import CHUNK_BY_CHUNK, kept_by
 from meshfold.planner.machines import Machine
 from meshfold.planner.suggestions.layouts import Candidate
 from meshfold.planner.suggestions.profile import Part, Step
@@ -72,14 +72,14 @@ class Clock:
                 Precision.parse(self.precision),
                 accumulation=1 if alone else 2,
                 ranks=2 if shared else 1,
-                moments=MOMENTS[self.optimizer],
+                **kept_by(self.optimizer)._asdict(),
             )
         return self._regimes[key]
 
     @property
     def waits_for_norm(self) -> bool:
         """True if no gradient is used before all have arrived."""
-        return self.clip or MOMENTS[self.optimizer] != 2 or self.precision == "fp64"
+        return self.clip or self.optimizer not in CHUNK_BY_CHUNK or self.precision == "fp64"
 
     def messages(
         self, sizes: tuple[tuple[str, int], ...], kind: str, axes: tuple[str, ...], sent: float, calls: int

@@ -64,8 +64,8 @@ def with_observed_rates(
         )
     if found := rate({"moments": regime.second_pass + both_ways}):
         machine = replace(machine, moments_memory=found)
-    if found := rate({"disk": regime.state}):  # every byte is read and written
-        share = found * (1 / machine.disk_read + 1 / machine.disk_write)
+    if found := rate({"disk": regime.state}):  # every byte is read, once or twice, and written
+        share = found * (regime.disk_reads / machine.disk_read + 1 / machine.disk_write)
         machine = replace(machine, disk_read=share * machine.disk_read, disk_write=share * machine.disk_write)
     return machine
 

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 
-from meshfold.mesh.parameters import OptimizerProbeError, probe_optimizer
+from meshfold.mesh.parameters import OptimizerProbeError, probe_optimizer, state_layout
 from meshfold.zero_gemini.errors import MemoryPlanError
 from meshfold.zero_gemini.optimizer.adam import suits
 from meshfold.zero_gemini.optimizers import FlatAdam
@@ -84,6 +84,42 @@ def optimizer_kind(
         return "elementwise" if declared else "matrices"
     kinds = {_tried(optimizer, group) for group in optimizer.param_groups}
     return "matrices" if "matrices" in kinds else "elementwise"
+
+
+class StateSize(NamedTuple):
+    """Size of an optimizer's state as a plan counts it; arguments of :meth:`Regime.of <meshfold.zero_gemini.planner.Regime.of>`.
+
+    Attributes:
+        moments: numbers an element, each as wide as the master weight.
+        ours: it is Adam, which our kernels step.
+        disk_reads: times that a step reads state on disk.
+    """
+
+    moments: float = 2
+    ours: bool = True
+    disk_reads: int = 1
+
+
+def state_size(optimizer: torch.optim.Optimizer, dtype: torch.dtype, master_dtype: torch.dtype) -> StateSize:
+    """Return the size of an optimizer's state: it is tried out, unless it is Adam. Of matrices it is taken for Adam's.
+
+    Args:
+        optimizer: with its groups; it is not changed and does not step.
+        dtype: that the model computes in.
+        master_dtype: of the master weights.
+
+    Raises:
+        MemoryPlanError: for one that cannot run on chunks.
+    """
+    kind = optimizer_kind(optimizer, [(dtype, master_dtype)])
+    if kind in ("adam", "matrices"):
+        return StateSize()
+    try:
+        like = state_layout(optimizer, master_dtype, with_state=bool(optimizer.state)).like
+    except OptimizerProbeError:
+        return StateSize()
+    moments = sum(one.itemsize for one in like.values()) / master_dtype.itemsize
+    return StateSize(moments, ours=False, disk_reads=2 if kind == "norms" else 1)
 
 
 def adam_regime(optimizer: torch.optim.Optimizer, regime: str, seed: int) -> tuple[str, int]:

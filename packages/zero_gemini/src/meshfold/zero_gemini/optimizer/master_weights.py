@@ -48,24 +48,29 @@ class Weights:
             self.chunk.show(self._own.tensor)
 
     @torch.no_grad()
-    def move(self, place: MemoryTier, parameters: MemoryTier) -> None:
+    def move(self, place: MemoryTier, parameters: MemoryTier, dtype: torch.dtype | None = None) -> None:
         """Move to ``place``, and the chunk's shard to ``parameters``; on an error nothing has changed.
+
+        Args:
+            place: of the weights.
+            parameters: where the shard is from now on.
+            dtype: of the weights from now on; None: as before.
 
         Raises:
             OutOfBudget: if one of the arenas has less left.
         """
-        was, tier = self.place, self.chunk.tier
+        was, tier, before = self.place, self.chunk.tier, self.dtype
         if self._own is None:  # views would keep the chunk's memory alive
             self.tensor = self.tensor.new_empty(0)
             self._point()
         try:
             self.chunk.move(parameters)
-            self.place = place
+            self.place, self.dtype = place, dtype or before
             self.tensor = self._settled()
         except BaseException:
             if self.chunk.tier != tier:
                 self.chunk.move(tier)
-            self.place = was
+            self.place, self.dtype = was, before
             self.tensor = self._settled()
             raise
         finally:
@@ -99,7 +104,7 @@ class Weights:
                 own.free()
                 self._own = None
             return chunk.shard
-        if own is None or own.arena is not chunk.memory.arena(self.place):
+        if own is None or own.arena is not chunk.memory.arena(self.place) or own.tensor.dtype != self.dtype:
             block = chunk.memory.allocate(chunk.shard.numel(), self.dtype, self.place, "master weights")
             block.tensor.copy_(chunk.shard if own is None else own.tensor)
             if own is not None:

@@ -68,6 +68,12 @@ def give_blocks(stepper: Stepper, facts: Mapping[str, ParameterFacts], mesh: Mes
     optimizer.blocks = blocks_of(mine, mesh, None, device, metas.values())
 
 
+def part_of(shard: ShardOfTensor, begin: int, end: int) -> ShardOfTensor:
+    """Return the elements ``begin`` to ``end`` of a shard that :func:`give_square_sums` described."""
+    assert isinstance(shard.pieces, _WithHolders)  # as described there
+    return ShardOfTensor(shard.place, shard.pieces.part(begin, end))
+
+
 class _WithHolders:
     """Contiguous shard, with the number of ranks that hold it."""
 
@@ -76,3 +82,7 @@ class _WithHolders:
 
     def __call__(self, tensor: Tensor) -> Iterable[tuple[Tensor, float | Tensor]]:
         yield tensor, self._holders
+
+    def part(self, begin: int, end: int) -> _WithHolders:
+        """Return the same for some elements of the shard."""
+        return _WithHolders(self._holders[begin:end] if isinstance(self._holders, Tensor) else self._holders)

@@ -73,7 +73,7 @@ class WholeStepper(StepsAtOnce):
     # -- chunks ---------------------------------------------------------------------------------------------------
 
     def reserve(self, shards: Iterable[tuple[torch.dtype, int]]) -> None:
-        """Refuse state on disk, which only Adam supports.
+        """Refuse state on disk, where it is in pieces that know no matrices.
 
         Raises:
             MemoryPlanError: for any chunk.
@@ -142,7 +142,8 @@ class WholeStepper(StepsAtOnce):
 
     def _refuse_disk(self) -> None:
         raise MemoryPlanError(
-            f"the state of {type(self.optimizer).__name__} cannot be on disk, only Adam's can: use adamw, or leave offload_path out"
+            f"the state of {type(self.optimizer).__name__} cannot be on disk, since it needs whole matrices: use adamw, another "
+            "optimizer of elements, lamb or lars, or leave offload_path out"
         )
 
     def _views(self, chunk: Chunk, plane: Tensor, *, packed: bool = False) -> dict[str, Tensor]:

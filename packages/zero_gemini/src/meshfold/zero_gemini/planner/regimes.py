@@ -25,6 +25,8 @@ class Regime:
     """read and written by the pass that writes the moments afterwards."""
     overwritten: float = 0.0
     """also read by a pass into a second copy: its old values, which caches load before they are overwritten."""
+    disk_reads: int = 1
+    """times that a step reads state on disk; it writes it once."""
 
     @property
     def out_of_place(self) -> float:
@@ -40,7 +42,9 @@ class Regime:
         *,
         accumulation: int,
         ranks: int,
-        moments: int = 2,
+        moments: float = 2,
+        ours: bool = True,
+        disk_reads: int = 1,
     ) -> Regime:
         """Return the bytes that an element of a model takes.
 
@@ -54,21 +58,24 @@ class Regime:
             accumulation: micro-steps of an optimizer step.
             ranks: that share a chunk.
             moments: numbers that the optimizer keeps for an element; Adam keeps two.
+            ours: an optimizer with two numbers is our Adam, if master weights are in float32.
+            disk_reads: times that a step reads state on disk.
         """
         gradient = gradient_dtype(dtype, master_dtype, accumulation=accumulation, ranks=ranks).itemsize
-        if moments == 2 and master_dtype == torch.float32:
+        if ours and moments == 2 and master_dtype == torch.float32:
             return REGIMES[_OF_DTYPE.get(dtype, state)].with_gradient(gradient)
         width, master = dtype.itemsize, master_dtype.itemsize
         kept = master * (moments + (master != width))
         step = gradient + 2 * (width + kept)  # reads everything, writes everything but the gradient
         return cls(
-            name=f"{moments} moments",
+            name=f"{moments:g} moments",
             parameter=width,
             state=kept,
             gradient=gradient,
             step=step,
             first_pass=step,
             second_pass=0,
+            disk_reads=disk_reads,
         )
 
     def with_gradient(self, gradient: float) -> Regime:

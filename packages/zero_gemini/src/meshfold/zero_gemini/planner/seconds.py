@@ -133,7 +133,7 @@ def _overlapped(build: Builder, loads: Loads, strategy: str) -> None:
     recompute = loads.recompute[:, :, None] * (loads.recompute_at[:, None] <= done[None, :])[:, None, :]
     fresh = regime.parameter * loads.elems
     copies = loads.copies_after(loads.renewed if loads.starts is None else renewed)
-    host = np.maximum((step + fresh + down + 2 * loads.disk) / machine.host_memory, loads.cpu())
+    host = np.maximum((step + fresh + down + loads.disk_traffic()) / machine.host_memory, loads.cpu())
     for resource, work in (("host", host), ("disk", loads.disk_seconds())):
         chunk = on_gpu + work[:, :, None] * inside.T[:, None, :] + copies + loads.own()
         build.add(*loads.tails(resource), base=path, chunk=chunk, layer=recompute)
@@ -159,9 +159,9 @@ def _beside(
     build.add("h2d", chunk=(up + through[0]) / machine.h2d)
     build.add("d2h", chunk=(down + through[1]) / machine.d2h)
     build.add("pcie", chunk=(up + down + through[0] + through[1]) / machine.pcie_both)
-    build.add("host memory", chunk=(step + up + down + 2 * disk) / memory)
+    build.add("host memory", chunk=(step + up + down + loads.disk_traffic(disk)) / memory)
     build.add("cpu optimizer", chunk=loads.cpu_of(step))
-    build.add("disk", chunk=disk / machine.disk_read + disk / machine.disk_write)
+    build.add("disk", chunk=loads.disk_seconds(disk))
 
 
 def _forward_alone(build: Builder, loads: Loads) -> None:
@@ -185,7 +185,7 @@ def _stepped_backward(build: Builder, loads: Loads) -> None:
     after = done[None, :] >= done[:, None]  # [k, j]: j's gradient, and so its step, is not before k's
     on_gpu_before = on_gpu[:, :, None] * before.T[:, None, :]
     recompute = loads.recompute[:, :, None] * (loads.recompute_at[:, None] <= done[None, :])[:, None, :]
-    host = np.maximum((step + down + 2 * loads.disk) / machine.host_memory, loads.cpu())
+    host = np.maximum((step + down + loads.disk_traffic()) / machine.host_memory, loads.cpu())
     arriving = (down / machine.d2h)[:, :, None] * np.eye(len(done))[:, None, :]
     for resource, work in (("host", host), ("disk", loads.disk_seconds())):
         chunk = on_gpu_before + work[:, :, None] * after.T[:, None, :] + arriving
@@ -209,14 +209,14 @@ def _forward(build: Builder, loads: Loads, strategy: str) -> None:
     renewed = np.maximum(loads.renewed, loads.waits_forward)
     build.add("compute", base=loads.forward.sum(), chunk=loads.gpu_step + renewed)
     build.add("h2d", chunk=(up + through) / machine.h2d)
-    build.add("host memory", chunk=(step + more + 2 * loads.disk) / machine.host_memory)
+    build.add("host memory", chunk=(step + more + loads.disk_traffic()) / machine.host_memory)
     build.add("cpu optimizer", chunk=cpu)
     build.add("disk", chunk=loads.disk_seconds())
     build.add("collectives", base=loads.gather_forward)
     first = loads.first
     path = loads.forward_from_use()
     earlier = (first[None, :] <= first[:, None]).T[:, None, :]
-    host = np.maximum((step + fresh + 2 * loads.disk) / machine.host_memory, cpu)
+    host = np.maximum((step + fresh + loads.disk_traffic()) / machine.host_memory, cpu)
     for resource, work in (("host", host), ("disk", loads.disk_seconds())):
         chunk = work[:, :, None] * earlier + loads.copies_after(loads.renewed) + loads.own()
         build.add(*loads.tails(resource), base=path, chunk=chunk)
@@ -381,10 +381,16 @@ class Loads:
         seconds: Floats = traffic / self.regime.step / rate if rate else np.zeros_like(traffic)
         return seconds
 
-    def disk_seconds(self) -> Floats:
-        """Return the seconds of reading and writing each chunk's state on disk: chunk option."""
-        seconds: Floats = self.disk / self.machine.disk_read + self.disk / self.machine.disk_write
+    def disk_seconds(self, disk: Floats | None = None) -> Floats:
+        """Return the seconds of reading and writing each chunk's state on disk: chunk option; ``disk``: its bytes."""
+        disk = self.disk if disk is None else disk
+        seconds: Floats = self.regime.disk_reads * disk / self.machine.disk_read + disk / self.machine.disk_write
         return seconds
+
+    def disk_traffic(self, disk: Floats | None = None) -> Floats:
+        """Return the bytes of host memory that reading and writing state on disk moves; arguments as of :meth:`disk_seconds`."""
+        traffic: Floats = (self.regime.disk_reads + 1) * (self.disk if disk is None else disk)
+        return traffic
 
     def own(self) -> Floats:
         """Return the seconds of a chunk's own copies down and up, which only other chunks' work can hide; chunk option chunk."""

@@ -127,7 +127,7 @@ def make_stepper(
             with_state=with_state,
         )
     else:
-        stepper = GeneralStepper(made, master_dtype, with_state=with_state)
+        stepper = GeneralStepper(made, master_dtype, with_state=with_state, disk=disk, faults=faults)
     return MadeStepper(stepper=stepper, group_names=groups, regime=regime)
 
 

@@ -299,7 +299,7 @@ class ChunkedModel(ParameterValues):
         return self._runtime.entered
 
     def take_step_timings(self) -> dict[StepKind, StepTiming]:
-        """Return Adam's step timings on the host since the last call; empty for other optimizers."""
+        """Return timings of steps on the host since the last call: Adam's, of other optimizers those of state on disk."""
         return {} if self._stepper is None else self._stepper.take_timings()
 
     # -- pending steps -----------------------------------------------------------------------------------------
