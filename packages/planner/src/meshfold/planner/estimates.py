@@ -12,10 +12,10 @@ from torch import Tensor
 from meshfold.mesh import Entry, Mesh, ParallelSpec
 from meshfold.planner.clock import Work, optimizer_seconds
 from meshfold.planner.machines import Machine
-from meshfold.zero_gemini.optimizer import StateSize
 
 if TYPE_CHECKING:
     from meshfold.planner.pipeline_estimate import PipelineEstimate
+    from meshfold.zero_gemini.optimizer import StateSize
     from meshfold.zero_gemini.planner import Plan
 
 
@@ -47,6 +47,8 @@ NORMS = ("lamb", "lars")
 
 def kept_by(optimizer: str) -> StateSize:
     """Return what a plan counts of an optimizer's state; ``optimizer``: a key of :data:`MOMENTS`."""
+    from meshfold.zero_gemini.optimizer import StateSize  # a plan without zero needs no zero_gemini
+
     return StateSize(MOMENTS[optimizer], ours=optimizer in CHUNK_BY_CHUNK, disk_reads=2 if optimizer in NORMS else 1)
 
 
