@@ -129,7 +129,7 @@ def test_adams_take_what_the_originals_take(cls: Any) -> None:
 
 
 def galore(model: nn.Module, **settings: Any) -> optimizers.GaLoreAdamW:
-    """What the names of GaLore mean: the model's linear weights are projected."""
+    """GaLore's names project the model's linear weights."""
     weights = [p for p in model.parameters() if p.dim() == 2]
     others = [p for p in model.parameters() if p.dim() == 1]
     groups = [{"params": weights, "rank": 2, "role": "matrices"}, {"params": others, "role": "norms_and_biases"}]

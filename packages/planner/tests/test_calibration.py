@@ -134,7 +134,7 @@ def test_a_measured_kind_takes_its_own_link_inside_a_node() -> None:
 
 
 def test_a_small_group_takes_the_links_of_its_size() -> None:
-    """Of the smallest measured number that is no less; kinds that were not measured for it take those of the node."""
+    """Links are those of the smallest measured number that is no less; kinds not measured for it take those of the node."""
     few = {2: {"shift": Link(latency=0.0, rate=10.0)}, 4: {"shift": Link(latency=0.0, rate=20.0)}}
     whole = {kind: Link(latency=0.0, rate=50.0) for kind in ("shift", "all_reduce")}
     machine = replace(H200, inside=100.0, between=5.0, collectives=whole, small_groups=few)

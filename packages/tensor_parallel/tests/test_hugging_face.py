@@ -132,7 +132,7 @@ WHOLE: dict[str, tuple[str, str, str]] = {
     "mpt": ("transformer.blocks.0.attn", "*.attn", ""),
     "codegen": ("transformer.h.0.attn", "*.attn", "its fused projection may have another order"),
 }
-"""Where it stands, the rule that keeps it whole, and what the message says of it; empty if its heads can be split all the same."""
+"""Attention's path, the rule that keeps it whole, and the message's words; empty if its heads can be split all the same."""
 
 
 def unsplittable(kind: str, heads: int = 4) -> nn.Module:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 
 sys.path.append(str(Path(__file__).parent))  # for the helpers beside this file, on every rank
 
+from broken_disk import broken, raised
 from stepping_cases import PLACEMENTS, SHAPES, Small, same, small, two_groups
 from training_cases import batches, in_chunks, loss_of, make_model
 
@@ -258,29 +258,6 @@ def train_all(model: nn.Module, gemini: Gemini, ids: Tensor) -> None:
 
 
 # -- faults and refusals --------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def broken(call: str, after: int) -> Iterator[None]:
-    """From the call after so many on, a disk that takes or gives nothing."""
-    real, left = getattr(os, call), [after]
-
-    def failing(*arguments: Any) -> Any:
-        left[0] -= 1
-        if left[0] < 0:
-            raise OSError(errno.EIO, "the cable is out")
-        return real(*arguments)
-
-    with mock.patch.object(os, call, failing):
-        yield
-
-
-def raised(action: Callable[[], object]) -> Exception:
-    try:
-        action()
-    except Exception as error:
-        return error
-    raise AssertionError("nothing was raised")
 
 
 def disk_breaks(world: int, bad: int, folder: str) -> None:

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import errno
-import os
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -19,6 +15,7 @@ from torch import Tensor, nn
 
 sys.path.append(str(Path(__file__).parent))  # for the helpers beside this file, on every rank
 
+from broken_disk import broken, raised
 from training_cases import CPU, batches, in_chunks, loss_of, make_model
 
 from meshfold.mesh import Mesh
@@ -62,30 +59,6 @@ def bits(model: nn.Module, gemini: Gemini) -> list[Tensor]:
         for name, entries in gemini.state_entries().items()
         for key, entry in entries.items()
     ]
-
-
-@contextmanager
-def broken(call: str, after: int) -> Iterator[None]:
-    """From the call after so many on, a disk that takes or gives nothing."""
-    real, left, lock = getattr(os, call), [after], threading.Lock()
-
-    def failing(*arguments: Any) -> Any:
-        with lock:
-            left[0] -= 1
-            if left[0] < 0:
-                raise OSError(errno.EIO, "the cable is out")
-        return real(*arguments)
-
-    with mock.patch.object(os, call, failing):
-        yield
-
-
-def raised(action: Callable[[], object]) -> Exception:
-    try:
-        action()
-    except Exception as error:
-        return error
-    raise AssertionError("nothing was raised")
 
 
 # -- in a step --------------------------------------------------------------------------------------------------------

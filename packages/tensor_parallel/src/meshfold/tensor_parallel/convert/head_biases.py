@@ -22,9 +22,9 @@ from meshfold.tensor_parallel.layers.base import StreamAdapter
 from meshfold.tensor_parallel.modes import Mode
 
 BIASES = ("alibi", "position_bias")
-"""What attention calls them."""
+"""Names that attention gives them."""
 MASK = "attention_mask"
-"""What it calls the mask, which may have them added."""
+"""Name that it gives the mask, which may have them added."""
 
 
 def biases_of(module: nn.Module) -> list[str]:
