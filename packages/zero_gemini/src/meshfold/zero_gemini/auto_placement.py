@@ -139,7 +139,7 @@ class AutoPlacement:
         self._data_ranks = max(chunk.group.size for chunk in gemini.chunks)
         chunk = gemini.chunks[0]
         master_dtype, kept = gemini.master_dtype(chunk.parameters[0]), StateSize()
-        if disk is not None and gemini.optimizer is not None:
+        if gemini.optimizer is not None:
             kept = state_size(gemini.optimizer, chunk.dtype, master_dtype)
         self._regime = Regime.of(
             regime,

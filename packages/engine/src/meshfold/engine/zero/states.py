@@ -28,7 +28,6 @@ from meshfold.engine.zero.residency import Residency
 from meshfold.kernels import Fp8Weight
 from meshfold.mesh import SpecError
 from meshfold.mesh.parameters import metadata_on
-from meshfold.mesh.spec import ZeroSpec
 from meshfold.zero_gemini import BackwardRole, Gemini, Memory
 from meshfold.zero_gemini.machine_rates import measure_rank_rates, ranks_per_host
 from meshfold.zero_gemini.optimizer import DiskSettings, StateSize, optimizer_kind, state_size
@@ -99,7 +98,7 @@ class ZeroStates:
             if world.pipelined:  # they accumulate gradients over micro-batches
                 accumulation = max(2, accumulation)
             summed = gradient_dtype(precision.dtype, precision.master_dtype, accumulation=accumulation, ranks=ranks)
-            kept = _kept_by(make, spec, precision)
+            kept = _kept_by(make, precision)
             regime = regime_of(spec, precision, accumulation=accumulation, ranks=ranks, **kept._asdict())
             if world.device.type == "cuda" and spec.placement == "auto" and make is not None:
                 measure_rank_rates(world.device, regime.name)  # evaluation needs no plan
@@ -343,9 +342,9 @@ def _first_norm(model: nn.Module) -> str:
     return next(type(module).__name__ for module in model.modules() if keeps_statistics(module))
 
 
-def _kept_by(make: Factory | None, spec: ZeroSpec, precision: Precision) -> StateSize:
-    """Return what a plan with a disk counts of an optimizer's state; without a disk it counts Adam's."""
-    if make is None or spec.offload_path is None:
+def _kept_by(make: Factory | None, precision: Precision) -> StateSize:
+    """Return what a plan counts of an optimizer's state."""
+    if make is None:
         return StateSize()
     return state_size(make([nn.Parameter(torch.empty(1, 1))]), precision.dtype, precision.master_dtype)
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
-from meshfold.mesh.parameters import StoredValue, number_keys
+from meshfold.mesh.parameters import OptimizerProbeError, StoredValue, number_keys, state_layout
 from meshfold.zero_gemini.chunks.chunk import Chunk
 from meshfold.zero_gemini.chunks.placement import ChunkPlacement
 from meshfold.zero_gemini.errors import Faults, MemoryPlanError
@@ -52,6 +52,7 @@ class GeneralStepper(StepsAtOnce):
         self._chunks: dict[str, Chunk] = {}
         self._counted: dict[nn.Parameter, dict[str, Block]] = {}
         self._number_keys: frozenset[str] = frozenset()
+        self._state_bytes: dict[torch.dtype, float] = {}
         self._faults, self._timings = faults or Faults(), StepTimer()
         self.disk: DiskSteps | None = None
         if disk is not None:
@@ -265,11 +266,16 @@ class GeneralStepper(StepsAtOnce):
             self._faults.keep(self.disk.disk.ring.settle)
 
     def state_bytes(self, dtype: torch.dtype) -> float:
-        try:
-            planes = () if self.disk is None else self.disk.planes_of(dtype)
-        except MemoryPlanError:  # it is never on disk
-            return super().state_bytes(dtype)
-        return super().state_bytes(dtype) if self.disk is None else float(sum(one.dtype.itemsize for one in planes))
+        """Return the bytes an element of what the optimizer keeps, found by trying it out, and of wider master weights."""
+        if dtype not in self._state_bytes:
+            master = self._dtype or dtype
+            try:
+                like = state_layout(self.optimizer, master, with_state=self._made_with_state).like
+            except OptimizerProbeError:
+                return super().state_bytes(dtype)
+            kept = sum(one.itemsize for one in like.values())
+            self._state_bytes[dtype] = float(kept + (master.itemsize if master != dtype else 0))
+        return self._state_bytes[dtype]
 
     @property
     def notes(self) -> tuple[str, ...]:
