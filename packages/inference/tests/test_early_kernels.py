@@ -64,8 +64,9 @@ def generated(
         graphs.append(Graph(run, wrong and (lambda: wrong(batch))))
         return graphs[-1]
 
-    def ms(run: Any) -> float:
+    def ms(run: Any, restore: Callable[[], None]) -> float:
         kept.clear()
+        restore()
         run()
         found = early_ms if run.__self__.early else plain_ms()
         kept.clear()
@@ -133,6 +134,22 @@ def test_the_faster_graph_that_is_right(
     assert [re.search(told, str(each.message)) is not None for each in heard] == [True] * bool(told)
     last = max(graphs, key=lambda graph: graph.replays)
     assert last.early == taken and last.replays >= 4 + 3
+
+
+@pytest.mark.parametrize(("early_ms", "votes"), [(0.9, [True, True]), (1.1, [True, False])])
+def test_a_rank_tells_the_others_which_graph_is_faster(
+    monkeypatch: pytest.MonkeyPatch, early_ms: float, votes: list[bool]
+) -> None:
+    said: list[bool] = []
+
+    def agree(yes: bool) -> bool:  # the other rank made the graph too, and found it slower
+        said.append(yes)
+        return len(said) == 1
+
+    wanted, _ = generated(monkeypatch, right, 0.0, None)
+    found, graphs = generated(monkeypatch, right, early_ms, agree)
+    assert found == wanted and said == votes
+    assert not max(graphs, key=lambda graph: graph.replays).early
 
 
 @pytest.mark.parametrize(("ahead_ms", "taken"), [(0.8, True), (1.2, False)])
