@@ -22,6 +22,8 @@ from meshfold.mesh import Group, all_reduce, barrier, start
 
 CUT = "Not all rows are here: the run was cut, or goes on."
 """The last line of a page that is written while rows are missing."""
+ON_CPU = "Times of small sizes on a CPU say nothing of what is published for GPUs."
+"""The verdict of a run without GPUs."""
 Found = Mapping[str, Any]
 """Content of measured.json."""
 

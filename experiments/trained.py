@@ -58,9 +58,25 @@ class Job:
 
 
 def trained(
-    build: Callable[[], nn.Module], words: int, parallel: Mapping[str, object], job: Job, *, batch: int
+    build: Callable[[], nn.Module],
+    words: int,
+    parallel: Mapping[str, object],
+    job: Job,
+    *,
+    batch: int,
+    kernels: str = "auto",
+    compiled: object = False,
 ) -> dict[str, Any]:
     """Train a language model of so many words for a few steps on all ranks; it is random, and so is its batch.
+
+    Args:
+        build: the model.
+        words: of its vocabulary.
+        parallel: the spec.
+        job: what all rows have in common.
+        batch: sequences of all ranks.
+        kernels: as for the engine.
+        compiled: every block by torch.compile; as for the engine.
 
     Returns:
         ``fits``, and if it does the median seconds of a step, samples a second, the most GB allocated on the fullest GPU (None on
@@ -71,7 +87,7 @@ def trained(
         whole = torch.cuda.get_device_properties(job.device).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, job.limit / whole), job.device)
     try:
-        return {"fits": True, **_steps(build, words, parallel, job, batch)}
+        return {"fits": True, **_steps(build, words, parallel, job, batch, kernels=kernels, compile=compiled)}
     except UNFIT as error:
         return {"fits": False, "why": str(error).partition("\n")[0]}
     finally:
@@ -81,7 +97,12 @@ def trained(
 
 
 def _steps(
-    build: Callable[[], nn.Module], words: int, parallel: Mapping[str, object], job: Job, batch: int
+    build: Callable[[], nn.Module],
+    words: int,
+    parallel: Mapping[str, object],
+    job: Job,
+    batch: int,
+    **settings: Any,
 ) -> dict[str, Any]:
     cuda = job.device.type == "cuda"
     generator = torch.Generator().manual_seed(0)
@@ -93,6 +114,7 @@ def _steps(
         precision=job.precision,
         recompute=job.recompute,
         device=job.device,
+        **settings,
     ) as engine:
         rows = engine.shard_batch({"input_ids": tokens, "labels": tokens})
         world = engine.mesh.group(*engine.mesh.names)

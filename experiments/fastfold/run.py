@@ -20,6 +20,8 @@ EXPERIMENT = Experiment(
     claims=claims,
     page=page,
     draw=draw,
+    measures="run blocks under axial parallelism on up to so many ranks (GPUs, if there are as many), and write measured.md "
+    "instead; --blocks, --shrink and others (see measured.py --help) say how large",
 )
 main = EXPERIMENT.main
 

@@ -19,6 +19,8 @@ EXPERIMENT = Experiment(
     claims=claims,
     page=page,
     draw=draw,
+    measures="train the models whose ranks divide so many (GPUs, if there are as many), and write measured.md instead; --narrow, "
+    "--shallow and others (see measured.py --help) say how large",
 )
 main = EXPERIMENT.main
 

@@ -19,6 +19,8 @@ EXPERIMENT = Experiment(
     claims=claims,
     page=page,
     draw=draw,
+    measures="train Llama 3.1 8B for real on so many ranks (GPUs, if there are as many), and write measured.md instead; --layers, "
+    "--hidden and others (see measured.py --help) say how large",
 )
 main = EXPERIMENT.main
 
