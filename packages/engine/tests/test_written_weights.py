@@ -12,10 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode, has_torch_function
 
 from meshfold.engine import Engine, precision
-from meshfold.mesh.parameters import WeightWriteError, with_written
-from meshfold.mesh.parameters.weight_writes import RefusingParameter
+from meshfold.mesh.parameters import WatchedParameter, WeightWriteError, with_written
+from meshfold.mesh.parameters.weight_writes import RefusingParameter, refuse, unwatch, watch
 from meshfold.mesh.testing import ranks
 from meshfold.zero_gemini.sharded_model import contents
 
@@ -353,3 +354,39 @@ def test_released_parameters_answer_few_calls_in_a_step() -> None:
         with mock.patch.object(RefusingParameter, "__torch_function__", classmethod(counted)):
             engine.train_step(batch)
     assert len(calls) < 20, f"{len(calls)} calls: {calls}"
+
+
+class Passing(TorchFunctionMode):
+    """As the modes that replace a model's dropout, or its attention under ``sequence``."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def test_code_that_looks_at_watched_parameters_compiles_to_one_graph() -> None:
+    """Also where a function mode is active; eager code makes no call of Python for them."""
+    layer, graphs = nn.Linear(4, 4), []
+    for parameter in layer.parameters():
+        watch(parameter)
+    assert type(layer.weight) is WatchedParameter and not has_torch_function((layer.weight,))
+
+    def forward(x: Tensor, weight: Tensor) -> Tensor:
+        if weight.is_meta or weight.shape != (4, 4) or weight.dtype == torch.float64:
+            raise ValueError(weight.shape)
+        return F.linear(x, weight).square()
+
+    def counted(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    x = torch.ones(2, 4)
+    with Passing():
+        found = torch.compile(lambda given: forward(given, layer.weight), backend=counted, fullgraph=True)(x)
+    found.sum().backward()
+    assert len(graphs) == 1 and layer.weight.grad is not None
+    torch.testing.assert_close(found, forward(x, layer.weight))
+    refuse(layer.weight, "weight", "which is not there")
+    with pytest.raises(WeightWriteError, match="'weight', which is not there"):
+        torch.exp(layer.weight)
+    unwatch(layer.weight)
+    assert vars(layer.weight).get("__torch_function__") is None

@@ -36,9 +36,7 @@ EXACT: dict[str, dict[str, Any]] = {"mixtral": dict(experts_implementation="eage
 """Grouped matmuls are not for float64."""
 BERT_SPLIT = "attention has other tokens than the residual stream"
 REFUSED: dict[tuple[str, str], str] = {
-    (kind, mode): "an encoder-decoder" if kind in SEQ2SEQ else BERT_SPLIT
-    for kind in ("bert", "bert-classes", *SEQ2SEQ)
-    for mode in ("1d+sequence", "3d")
+    (kind, mode): BERT_SPLIT for kind in ("bert", "bert-classes") for mode in ("1d+sequence", "3d")
 }
 """What a family cannot run under, and what is said of it."""
 
@@ -135,6 +133,8 @@ QUICK = {
     ("modernbert", "1d"),
     ("vit", "2d"),
     ("mbart", "2.5d"),
+    ("mbart", "3d"),
+    ("t5", "1d+sequence"),
     ("t5", "2d"),
     ("t5", "pipeline"),
     ("switch", "2d"),
@@ -248,23 +248,23 @@ def test_the_table_in_the_documentation_is_what_these_tests_hold() -> None:
     assert wanted in page, wanted
 
 
-def labels_of_their_own(kind: str) -> list[dict[str, Tensor]]:
+def labels_of_their_own(kind: str, rows: int) -> list[dict[str, Tensor]]:
     """What a decoder says, of another length than what its encoder reads; or a number for each class. Uneven rows."""
     found = []
     for seed in (1, 2):
-        batch = batch_of(kind, rows=7, seed=seed)
+        batch = batch_of(kind, rows=rows, seed=seed)
         if kind in SEQ2SEQ:
             batch["labels"] = batch["labels"][:, :5].clone()
             batch["labels"][:3, 0] = batch["labels"][4, 2:] = -100
         else:
-            batch["labels"] = (torch.arange(21).view(7, 3) % 2).double()
+            batch["labels"] = (torch.arange(3 * rows).view(rows, 3) % 2).double()
         found.append(batch)
     return found
 
 
-def compare_labels(kind: str, spec: dict[str, Any]) -> None:
+def compare_labels(kind: str, spec: dict[str, Any], rows: int = 7) -> None:
     made = model_of(kind, **({} if kind in SEQ2SEQ else dict(problem_type="multi_label_classification"))).double()
-    wanted, batches = copy.deepcopy(made), labels_of_their_own(kind)
+    wanted, batches = copy.deepcopy(made), labels_of_their_own(kind, rows)
     settings: dict[str, Any] = dict(optimizer=dict(name="sgd", lr=0.5), precision="fp64", example=batches[0])
     with exact(kind), Engine(made, spec, **settings) as engine:
         for batch in batches:
@@ -290,7 +290,28 @@ def test_labels_that_are_not_one_a_token(kind: str, spec: dict[str, Any]) -> Non
     run_on_ranks(4, compare_labels, kind, spec)
 
 
-@pytest.mark.parametrize("kind", SEQ2SEQ)
-def test_rows_of_padding_do_not_count(kind: str) -> None:
-    """Seven rows become eight, in whose last mBART would look for a token that is not padding."""
-    run_on_ranks(4, compare_labels, kind, SPECS["2d"])
+@pytest.mark.parametrize(
+    ("kind", "how"),
+    [
+        (kind, how) if how == "2d" or kind == "mbart" else pytest.param(kind, how, marks=pytest.mark.slow)
+        for kind in SEQ2SEQ
+        for how in ("2d", "3d")
+    ],
+)
+def test_rows_of_padding_do_not_count(kind: str, how: str) -> None:
+    """Seven rows become eight, in whose last mBART would look for a token that is not padding. The decoder has fewer tokens."""
+    run_on_ranks(4, compare_labels, kind, SPECS[how])
+
+
+@pytest.mark.parametrize("kind", ["mbart", pytest.param("t5", marks=pytest.mark.slow)])
+def test_a_decoder_has_fewer_tokens_than_its_encoder(kind: str) -> None:
+    run_on_ranks(4, compare_labels, kind, SPECS["1d+sequence"], rows=8)
+
+
+@pytest.mark.parametrize("kind", ["mbart", "t5"])
+def test_attention_by_tokens_of_two_streams_is_refused(kind: str) -> None:
+    from meshfold.mesh import LayoutError, Mesh
+    from meshfold.tensor_parallel import parallelize
+
+    with pytest.raises(LayoutError, match=r"is an encoder-decoder.*Leave attention='tokens' out of tensor"):
+        parallelize(model_of(kind), Mesh(dict(tensor=2)), "1d+tokens")

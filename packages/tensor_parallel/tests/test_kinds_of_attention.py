@@ -11,6 +11,7 @@ from tensor_parallel_checks import CASES, assert_gradients_equal, gradients, mes
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from meshfold.mesh import LayoutError
 from meshfold.mesh.testing import run_on_ranks
 from meshfold.tensor_parallel import parallelize
 
@@ -135,6 +136,28 @@ class ModelWithBiases(Model):
         return self.head(x)
 
 
+class Crossed(Normalised):
+    """Its keys and values are of another stream."""
+
+    def forward(self, x: Tensor, context: Tensor) -> Tensor:  # type: ignore[override]
+        q, k, v = self.q_proj(x), self.k_proj(context), self.v_proj(context)
+        q, k, v = (y.unflatten(-1, (-1, SIZE)).transpose(1, 2) for y in (q, k, v))
+        return self.o_proj(F.scaled_dot_product_attention(q, k, v, enable_gqa=True).transpose(1, 2).flatten(2))
+
+
+class ModelWithContext(Model):
+    """The other stream has other tokens, and fewer."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda: Crossed(lambda heads, size: nn.Identity(), together=False))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x, context = self.embed(ids), self.embed(ids[:, :5] + 1)
+        for block in self.blocks:
+            x = block(x, context)
+        return self.head(x)
+
+
 KINDS: dict[str, Callable[[], nn.Module]] = {
     "RMSNorm of each head": lambda: Normalised(lambda heads, size: nn.RMSNorm(size), together=False),
     "RMSNorm of all heads": lambda: Normalised(lambda heads, size: nn.RMSNorm(heads * size), together=True),
@@ -150,9 +173,15 @@ KINDS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+def made(kind: str) -> nn.Module:
+    if kind == "another stream":
+        return ModelWithContext()
+    return ModelWithBiases("row" in kind) if "biases" in kind else Model(KINDS[kind])
+
+
 def compare(kind: str) -> None:
-    serial = seeded(lambda: ModelWithBiases("row" in kind) if "biases" in kind else Model(KINDS[kind]))
-    ids = torch.randint(32, (4, 6), generator=torch.Generator().manual_seed(3))
+    serial = seeded(lambda: made(kind))
+    ids = torch.randint(31, (4, 6), generator=torch.Generator().manual_seed(3))
     wanted = F.cross_entropy(serial(ids).flatten(0, 1), ids.flatten())
     wanted.backward()
     for mode, axes in CASES[4]:
@@ -161,13 +190,17 @@ def compare(kind: str) -> None:
         model = copy.deepcopy(serial)
         model.zero_grad()
         parallelize(model, mesh_of(axes), mode)
+        if kind == "another stream" and mode == "1d+tokens":
+            with pytest.raises(LayoutError, match=r"Crossed.*two inputs of shapes .*attention='tokens'"):
+                model(ids)
+            continue
         found = F.cross_entropy(model(ids).flatten(0, 1), ids.flatten())
         found.backward()
         assert abs(float(found.detach() - wanted.detach())) < 1e-9, (kind, mode, axes)
         assert_gradients_equal(whole_gradients(model, mesh_of(axes)), gradients(serial), (kind, mode, axes))
 
 
-@pytest.mark.parametrize("kind", [*KINDS, "biases of all heads", "biases of all heads for each row"])
+@pytest.mark.parametrize("kind", [*KINDS, "another stream", "biases of all heads", "biases of all heads for each row"])
 def test_attention_is_that_of_one_process(kind: str) -> None:
     """With fewer key heads than ranks in 1d, whose norms count them once."""
     run_on_ranks(4, compare, kind)

@@ -627,17 +627,6 @@ def test_parts_that_a_mode_gathers_again() -> None:
     parallelize(Classic(), Mesh({"t": 4}, rank=0), mode)
 
 
-def test_cross_attention_is_refused_where_its_input_is_gathered_in_front_of_it() -> None:
-    class Cross(Attention):
-        def forward(self, x: Tensor, context: Tensor) -> Tensor:
-            return self.out_proj(self.q_proj(x) * self.k_proj(context) * self.v_proj(context))
-
-    model = Model(cross=Cross())
-    parallelize(model, CUBE, "3d")
-    with pytest.raises(LayoutError, match=r"Cross was called with two inputs.*mode '3d'.*'replicate'"):
-        model.cross(torch.zeros(2, 3, HIDDEN), torch.zeros(2, 3, HIDDEN))
-
-
 def test_a_loss_of_the_models_own_over_a_batch_that_was_filled_up() -> None:
     class Summed(Classic):
         def forward(self, ids: Tensor) -> Tensor:

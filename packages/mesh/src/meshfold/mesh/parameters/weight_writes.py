@@ -23,6 +23,11 @@ from meshfold.mesh.parameters.gradient_proxy import GradientProxy
 
 _DATA: Any = torch._C.TensorBase.data
 _NOTED = "_meshfold_version"
+_FUNCTION = "__torch_function__"
+_PLAIN = torch._C._disabled_torch_function_impl
+"""What ``nn.Parameter`` has as ``__torch_function__``. torch reads a watched parameter's from the parameter, and then makes no call
+of Python for it. torch.compile reads it from the class, and where a function mode is active, as for dropout or a split sequence, it
+cannot trace this one: each look at a parameter would cut the graph of a block."""
 _WHY = "_meshfold_why"
 
 
@@ -32,6 +37,12 @@ class WeightWriteError(MeshfoldError, RuntimeError):
 
 class WatchedParameter(nn.Parameter):
     """A parameter whose weights are stored elsewhere too; ``.data`` is noted, since torch does not count changes made by it."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run a function as for ``nn.Parameter``. Compiled code traces this; elsewhere :data:`_PLAIN` is found in its stead."""
+        with torch._C.DisableTorchFunction():
+            return func(*args, **(kwargs or {}))
 
     @property
     def data(self) -> Tensor:
@@ -239,6 +250,10 @@ def _version_of(parameter: Tensor) -> int:
 def _become(parameter: Tensor, kind: type[nn.Parameter]) -> None:
     if type(parameter) in OWN_KINDS:
         parameter.__class__ = kind
+        if kind is WatchedParameter:
+            parameter.__dict__[_FUNCTION] = _PLAIN
+        else:
+            parameter.__dict__.pop(_FUNCTION, None)
 
 
 @torch.no_grad()

@@ -69,10 +69,10 @@ def check_analysis(analysis: Analysis) -> None:
         _check_whole(analysis, name)
         _check_joined(analysis, name)
     _check_torchs_attention(analysis)
-    _check_two_streams(analysis)
     _check_shared_by_blocks(analysis)
     for name, heads in analysis.heads.items():
         _check_code(analysis, name, heads)
+    _check_two_streams(analysis)
 
 
 def _offer(analysis: Analysis) -> str:
@@ -153,14 +153,19 @@ def _check_torchs_attention(analysis: Analysis) -> None:
 
 
 def _check_two_streams(analysis: Analysis) -> None:
-    """Raise a LayoutError for an encoder-decoder whose two streams do not have the layouts that attention reads."""
+    """Raise a LayoutError for an encoder-decoder whose attention gets a stand-in for its input: it has one input alone."""
     if not getattr(getattr(analysis.model, "config", None), "is_encoder_decoder", False):
         return
-    if analysis.only_blocks or any(analysis.needs_region(name) for name in analysis.heads):
+    if any(analysis.mode_at(name).attention for name in analysis.heads):
         raise LayoutError(
-            f"{type(analysis.model).__name__} is an encoder-decoder, which mode {analysis.mode.name!r} cannot split: attention has "
-            "other tokens than the stream there, and the encoder's output is not gathered for the decoder's blocks. "
-            "Use mode '1d', '2d' or '2.5d'"
+            f"{type(analysis.model).__name__} is an encoder-decoder, which mode {analysis.mode.name!r} cannot split: attention by "
+            "tokens exchanges those of one stream, and its decoder reads two. Leave attention='tokens' out of tensor"
+        )
+    for name in analysis.stand_ins:
+        raise LayoutError(
+            f"{name}: {type(analysis.modules[name]).__name__} takes its width from its input, and in mode "
+            f"{analysis.mode.name!r} the attention of an encoder-decoder gets two inputs: write -1 for the width, as in "
+            "y.reshape(b, t, -1), or use mode '1d', '2d' or '2.5d'"
         )
 
 

@@ -21,14 +21,19 @@ from meshfold.mesh import LayoutError
 from meshfold.mesh.tracking import set_tracked_layout, tracker, untracked
 from meshfold.tensor_parallel.convert.boundary import Boundary
 from meshfold.tensor_parallel.convert.forward_code import parameters_of
+from meshfold.tensor_parallel.convert.head_biases import BIASES, MASK
 from meshfold.tensor_parallel.layers.base import BatchShape, OnMesh, StreamAdapter, to_autocast_dtype
 from meshfold.tensor_parallel.layers.input_adapters import flattened, fold, unfolded
 from meshfold.tensor_parallel.layers.linear import Linear
 from meshfold.tensor_parallel.matmul import bind_enter_operand, lead_shape
+from meshfold.tensor_parallel.plan import MatmulPlan
 
 
 class Region(StreamAdapter):
-    """Gather of a module's first argument, ``.. k`` of the residual layout, once for the linear layers that read it."""
+    """Gather of a module's first argument, ``.. k`` of the residual layout, once for the linear layers that read it.
+
+    An argument after it that has another stream's tokens, as an encoder's output in cross-attention, is gathered too.
+    """
 
     _given: Tensor | None
     _whole: Tensor | None
@@ -42,6 +47,7 @@ class Region(StreamAdapter):
         *,
         batch: BatchShape,
         stand_in: int = 0,
+        outer: MatmulPlan | None = None,
     ) -> None:
         """Args:
         columns: the layers that read it; from now on they take the gathered input.
@@ -49,11 +55,15 @@ class Region(StreamAdapter):
         boundary: of a stream that is flattened, if the module needs its batch and sequence dims.
         batch: of the forward that runs.
         stand_in: width of a stand-in that the module gets; 0: it gets the gathered input.
+        outer: of a column layer outside the blocks, where an encoder's output comes from; None: it has the stream's layout.
         """
         first = columns[0]
         self._batch, self._row_blocks = batch, first.mesh.size(*first.mode.layout("residual")["m"])
         self.mesh, self.mode, self.folds, self.boundary = first.mesh, first.mode.name, first.folds, boundary
         self._gather_input = bind_enter_operand(first.plan, first.mesh, "x")
+        self._gather_other = self._gather_input if outer is None else bind_enter_operand(outer, first.mesh, "x")
+        other = first.plan if outer is None else outer
+        self._widths = {linear.in_features // self.mesh.size(*other.x[other.k]) for linear in columns}
         self._stand_in, self._readers = stand_in, len(columns)
         self._shares = 1 if first.exchange is None else first.exchange.ranks
         self._forget()
@@ -117,30 +127,46 @@ class Region(StreamAdapter):
 
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name, x = ("", args[0]) if args else next(iter(kwargs.items()))
-        named = {**dict(zip(parameters_of(module), args, strict=False)), **kwargs}
-        for argument, other in named.items():
-            if (
-                isinstance(other, Tensor)
-                and other is not x
-                and argument != "residual"  # the stream, which is added to the module's output (BLOOM)
-                and other.is_floating_point()
-                and other.dim() == x.dim()
-                and other.shape[-1] == x.shape[-1]
-            ):
-                raise LayoutError(
-                    f"{type(module).__name__} was called with two inputs of shapes {tuple(x.shape)} and "
-                    f"{tuple(other.shape)}: its input is gathered in front of it, so cross-attention cannot be split in "
-                    f"mode {self.mode!r}; keep the module whole with the rule 'replicate'"
-                )
         with untracked():
             entered = self.gather(x)
         set_tracked_layout(entered, None)  # the module only reads its shape and passes it to the layers
         if (found := tracker()) is not None:
             found.rows.unflattened(entered, x)
-        kwargs = {key: _for_rows(value, entered.shape[0]) for key, value in kwargs.items()}
+        names = list(parameters_of(module))
+        rest = [
+            self._enter_other(module, names[i] if i < len(names) else "", args[i], x, entered)
+            for i in range(1, len(args))
+        ]
+        kwargs = {key: self._enter_other(module, key, value, x, entered) for key, value in kwargs.items()}
         if args:
-            return (entered, *(_for_rows(value, entered.shape[0]) for value in args[1:])), kwargs
+            return (entered, *rest), kwargs
         return args, {**kwargs, name: entered}
+
+    def _enter_other(self, module: nn.Module, argument: str, value: Any, x: Tensor, entered: Tensor) -> Any:
+        """Return an argument after the first as the module needs it: an encoder's output gathered, a mask for its rows."""
+        if value is x or not self._is_stream(argument, value, x):
+            return _for_rows(value, entered.shape[0])
+        if self._stand_in:
+            raise LayoutError(
+                f"{type(module).__name__} was called with two inputs of shapes {tuple(x.shape)} and {tuple(value.shape)}, and in "
+                f"mode {self.mode!r} its first one is replaced: leave attention='tokens' out, or where it takes its width from "
+                "its input write -1, as in y.reshape(b, t, -1); or keep the module whole with the rule 'replicate'"
+            )
+        with untracked():
+            whole = self._gather_other(to_autocast_dtype(value.reshape(-1, value.shape[-1])))
+            lead = lead_shape(value.shape[:-1], whole.shape[0])
+            other = whole.view(*lead, whole.shape[-1])
+            other = fold(other, self.folds) if self.folds > 1 else other
+        set_tracked_layout(other, None)
+        if (found := tracker()) is not None:
+            found.rows.unflattened(other, value)
+        return other
+
+    def _is_stream(self, argument: str, value: Any, x: Tensor) -> bool:
+        """Return True for what another stream has: tokens of an encoder, which keys and values are projected from."""
+        if not isinstance(value, Tensor) or not value.is_floating_point() or argument in (*BIASES, MASK, "residual"):
+            return False  # the residual is the stream, which is added to the module's output (BLOOM)
+        return value.dim() == (x.dim() if self.boundary is None else 3) and value.shape[-1] in self._widths
 
 
 def _for_rows(value: Any, rows: int) -> Any:

@@ -33,7 +33,7 @@ from meshfold.tensor_parallel.convert.roles import WHOLE
 from meshfold.tensor_parallel.layers.base import ShardedLayer
 from meshfold.tensor_parallel.layers.linear import Linear
 from meshfold.tensor_parallel.layers.loss import CausalLMLoss
-from meshfold.tensor_parallel.modes import Mode, find_mode
+from meshfold.tensor_parallel.modes import Mode, find_mode, outside_blocks
 
 _ORDER = (
     "embedding",
@@ -266,7 +266,8 @@ class _Conversion:
                 boundary = self.analysis.flat_at(name)
                 if self.analysis.mode_at(name).attention:  # no rank has the whole input
                     stand_in = stand_in or reads[0].in_features
-                Region(reads, rows, boundary, batch=self.builder.batch, stand_in=stand_in).attach(module)
+                outer = None if boundary is None else outside_blocks(self.analysis.mode_at(name)).plans["column"]
+                Region(reads, rows, boundary, batch=self.builder.batch, stand_in=stand_in, outer=outer).attach(module)
             elif any(self.analysis.is_by_tokens(column) for column in columns):
                 continue
             elif len(columns) > 1 and not isinstance(module, nn.ModuleList | nn.ModuleDict):
