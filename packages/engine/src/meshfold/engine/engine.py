@@ -109,8 +109,8 @@ class Engine:
             seed: of initial weights, dropout and the order of data.
             device: by default this rank's GPU, or the CPU.
             rules: roles of submodules that tensor parallelism cannot infer from name and shape.
-            recompute: which activations backward recomputes. ``"blocks"``: those of every repeated block. ``"auto"``: under
-                ``zero=dict(placement="auto")``, those of the blocks that the plan selects. None: as the model itself does.
+            recompute: what backward recomputes: every repeated block (``"blocks"``), all of it but attention
+                (``"but-attention"``), or what the plan of ``zero=dict(placement="auto")`` says (``"auto"``); None: up to the model.
             kernels: replaces the model's own operations by fused kernels (:func:`meshfold.kernels.fuse.fuse`): ``"auto"`` (where
                 they are faster), ``"off"``, or a dict with names of rules, as in ``dict(loss=False)``.
             compile: True, or ``dict(backend=..., mode=..., dynamic=..., options=...)``: torch.compile compiles every repeated

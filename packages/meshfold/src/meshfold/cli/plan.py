@@ -59,7 +59,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--accumulate", type=positive, default=1, metavar="N", help="micro-steps of a step (1)")
     parser.add_argument("--precision", choices=("fp32", "fp64", "bf16", "fp16"), help="(bf16)")
     parser.add_argument("--fp8", choices=FP8_NAMES, help="say which linear layers this recipe has in fp8 (none)")
-    parser.add_argument("--recompute", choices=("blocks", "auto"), help=RECOMPUTE)
+    parser.add_argument("--recompute", choices=("blocks", "but-attention", "auto"), help=RECOMPUTE)
     parser.add_argument("--no-clip", action="store_true", help="gradients are not clipped, and so none is held")
     parser.add_argument("--optimizer", default="adamw", choices=OPTIMIZER_NAMES, help="(adamw)")
     parser.add_argument(

@@ -30,7 +30,10 @@ OPTIMIZER_NAMES = (
     *("galore_adamw", "galore_adafactor"),
 )
 """Those of the engine."""
-RECOMPUTE = "activations in backward: of every block, or of those that the plan of zero says (the model's own business)"
+RECOMPUTE = (
+    "activations in backward: of every block, all but the results of attention, or as the plan of zero says (the model's own "
+    "business)"
+)
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -99,7 +102,7 @@ def _add_work(work: argparse._ArgumentGroup) -> None:
         metavar="S",
         help="seconds after which a collective that hangs ends the run, 0 for never (600)",
     )
-    work.add_argument("--recompute", choices=("blocks", "auto"), help=RECOMPUTE)
+    work.add_argument("--recompute", choices=("blocks", "but-attention", "auto"), help=RECOMPUTE)
     work.add_argument(
         "--kernels",
         choices=("auto", "off"),

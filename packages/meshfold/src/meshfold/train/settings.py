@@ -44,7 +44,8 @@ class TrainSettings:
         clip: largest norm of the gradient; 0 for no clipping.
         precision: fp32, bf16, fp16 or fp64.
         fp8: recipe of linear layers in fp8, in a model in bf16; None for none.
-        recompute: ``"blocks"`` or ``"auto"``: which activations backward recomputes; None: as the model itself does.
+        recompute: ``"blocks"``, ``"but-attention"`` or ``"auto"``: which activations backward recomputes; None: as the model itself
+            does.
         compile: every block is compiled.
         cuda_graph: forward and backward are replayed as one CUDA graph.
         seed: of weights, dropout and the order of data.

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from meshfold.mesh import Group, collectives
 from meshfold.mesh.collectives import Pending, traceable_result
+from meshfold.mesh.model_io import kept_attention
 from meshfold.sequence import tile_attention
 from meshfold.sequence.dropout import DropoutFactors, RingDropout
 from meshfold.sequence.kernels import Gradients, Kernel, accumulating
@@ -56,7 +57,10 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, job: Round) -> Tensor:
 class _Ring(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, job: Round) -> Tensor:
-        out, lse = _forward(q, k, v, job)
+        if job.drop is None:
+            out, lse = kept_attention("ring", lambda: _forward(q, k, v, job), q, k, v)
+        else:
+            out, lse = _forward(q, k, v, job)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.job = job
         return traceable_result(out)

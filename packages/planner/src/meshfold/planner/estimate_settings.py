@@ -65,6 +65,6 @@ class EstimateSettings:
             precision=fp8 or self.precision,
             device="meta",
             rules=self.rules,
-            recompute=None if self.recompute is None else "blocks",
+            recompute="blocks" if self.recompute == "auto" else self.recompute,
             **more,
         )

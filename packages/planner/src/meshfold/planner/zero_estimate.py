@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from meshfold.engine.model import RecomputedBlocks, fp8_gathered
+from meshfold.engine.model import EVERY_BLOCK, RecomputedBlocks, fp8_gathered
 from meshfold.engine.precision import Precision, other_dtypes
 from meshfold.engine.world import World
 from meshfold.engine.zero import (
@@ -104,7 +104,7 @@ def estimate_zero(
         or settings.optimizer not in CHUNK_BY_CHUNK
         or precision.name == "fp64",
     )
-    recomputed = settings.recompute == "blocks"
+    recomputed = settings.recompute in EVERY_BLOCK
     workload = replace(workload, recomputed=recomputed, **largest_output(engine.model, tokens // accumulation))
     rates = machine.rates(precision.name, mesh=world.mesh, axes=world.outer_axes, ranks=local)
     found, refusal, memory = fit(spec, workload, rates, channel_bytes(machine.reaches))
@@ -406,5 +406,5 @@ def stage_problem(
         ranks_per_host=local,
         name=settings.name,
         channels=channel_bytes(machine.reaches),
-        recomputed=settings.recompute == "blocks",
+        recomputed=settings.recompute in EVERY_BLOCK,
     )

@@ -7,11 +7,18 @@ from meshfold.engine.model.fp8_weights import fp8_cast_bytes, fp8_gathered
 from meshfold.engine.model.fused_kernels import check_kernels
 from meshfold.engine.model.ownership import AsGiven
 from meshfold.engine.model.pipelined_model import PipelinedModel, PipelineSettings
-from meshfold.engine.model.recompute import RecomputedBlocks, check_recompute, find_blocks, recompute_blocks
+from meshfold.engine.model.recompute import (
+    EVERY_BLOCK,
+    RecomputedBlocks,
+    check_recompute,
+    find_blocks,
+    recompute_blocks,
+)
 from meshfold.engine.model.roots import callable_parts, roots_of
 from meshfold.engine.model.weight_source import Loaded, SourceValues, WeightSource
 
 __all__ = [
+    "EVERY_BLOCK",
     "AsGiven",
     "Loaded",
     "PipelineSettings",

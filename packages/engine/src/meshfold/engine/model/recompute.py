@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from meshfold.mesh import ParallelSpec, SpecError, did_you_mean
-from meshfold.mesh.model_io import DryRun
+from meshfold.mesh.model_io import DryRun, KeptAttention
 from meshfold.mesh.tracking import uncompiled
 from meshfold.tensor_parallel.convert import recompute_contexts
 
@@ -29,7 +29,9 @@ if TYPE_CHECKING:
     from meshfold.zero_gemini.profiler import LayerWatch
 
 
-WAYS = ("blocks", "auto")
+EVERY_BLOCK = ("blocks", "but-attention")
+"""Ways to recompute every block: all of it, or all but the results of attention."""
+WAYS = (*EVERY_BLOCK, "auto")
 _COMPILED = "_compiled_call_impl"
 _CACHES = ("past_key_values", "past_key_value", "layer_past")
 
@@ -47,8 +49,8 @@ def check_recompute(recompute: object, spec: ParallelSpec) -> str | None:
     if recompute not in WAYS:
         hint = did_you_mean(recompute, WAYS) if isinstance(recompute, str) else ""
         raise SpecError(
-            f"recompute={recompute!r}: write None (up to the model), 'blocks' (every block recomputes its activations) or "
-            f"'auto' (a plan chooses the blocks).{hint}"
+            f"recompute={recompute!r}: write None (up to the model), 'blocks' (every block recomputes its activations), "
+            f"'but-attention' (all but the results of attention) or 'auto' (a plan chooses the blocks).{hint}"
         )
     if spec.axial is not None and spec.axial.memory is not None:
         raise SpecError(
@@ -80,7 +82,10 @@ def recompute_blocks(
     if way is None:
         return None
     more = None if sequence is None else sequence.repeated
-    return RecomputedBlocks(model, more, None if pipelined is None else pipelined.blocks())
+    found = RecomputedBlocks(model, more, None if pipelined is None else pipelined.blocks())
+    if way == "but-attention":
+        found.keep_attention(found.names)
+    return found
 
 
 def recomputes_by_itself(model: nn.Module) -> bool:
@@ -94,6 +99,7 @@ class Recomputed:
     Attributes:
         name: of the block.
         kept: whether its activations are kept; may change between a backward and the next forward.
+        keeps_attention: whether the results of attention are, and all else recomputed; may change as well.
         draws: it may draw random numbers, which a repetition must draw again.
         watch: notified of every forward and of every repetition.
     """
@@ -111,7 +117,7 @@ class Recomputed:
         contexts: contexts around a forward, and around its repetition.
         more: called in a forward, makes another context inside those of its repetition.
         """
-        self.name, self.kept, self.draws = name, False, True
+        self.name, self.kept, self.keeps_attention, self.draws = name, False, False, True
         self.watch: LayerWatch | None = None
         self._block, self._contexts, self._more = block, contexts, more
         # block.compile() makes a callable that runs instead of forward.
@@ -154,15 +160,24 @@ class Recomputed:
         first, *again = self._contexts()
         if self._more is not None:
             again.append(self._more())
+        attention = None
+        if self.keeps_attention:
+            attention = KeptAttention()
+            first = _inside(first, attention.keeping())
         buffers = ChangedBuffers(self._block)
-        return buffers.noted(first), _Repetition(again, buffers)
+        return buffers.noted(first), _Repetition(again, buffers, attention)
 
 
 class _Repetition:
     """Context manager around a recomputed forward; may be entered again for another backward."""
 
-    def __init__(self, contexts: Sequence[AbstractContextManager[Any]], buffers: ChangedBuffers) -> None:
-        self._contexts, self._buffers = contexts, buffers
+    def __init__(
+        self,
+        contexts: Sequence[AbstractContextManager[Any]],
+        buffers: ChangedBuffers,
+        attention: KeptAttention | None,
+    ) -> None:
+        self._contexts, self._buffers, self._attention = contexts, buffers, attention
         self._stand_in = DryRun.active
         self._eager = _runs_eagerly()  # a graph would save other tensors than the eager forward did
         self._open: list[ExitStack] = []
@@ -176,6 +191,8 @@ class _Repetition:
                 stack.enter_context(uncompiled())
             for context in self._contexts:
                 stack.enter_context(context)
+            if self._attention is not None:
+                stack.enter_context(self._attention.returning())
             self._open.append(stack.pop_all())
 
     def __exit__(self, *error: Any) -> None:
@@ -253,11 +270,23 @@ class RecomputedBlocks:
             for wrapped in self._wrapped.values():
                 wrapped.watch = None
 
+    def keep_attention(self, names: Collection[str]) -> None:
+        """Make these blocks keep the results of attention when they recompute, and no others; call it as :meth:`keep`."""
+        for name, wrapped in self._wrapped.items():
+            wrapped.keeps_attention = name in names
+
     def close(self) -> None:
         """Restore the blocks' own forward."""
         for wrapped in self._wrapped.values():
             wrapped.close()
         self._wrapped.clear()
+
+
+@contextmanager
+def _inside(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> Iterator[None]:
+    """Enter two contexts as one."""
+    with outer, inner:
+        yield
 
 
 def _runs_eagerly() -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from meshfold.mesh.model_io.dry_run import DryRun, eval_mode, map_tensors, saved_for_backward
+from meshfold.mesh.model_io.kept_attention import KeptAttention, kept_attention
 from meshfold.mesh.model_io.labels import (
     IGNORE_INDEX,
     LABEL_NAMES,
@@ -33,6 +34,7 @@ __all__ = [
     "REPEATED",
     "CrossEntropyCall",
     "DryRun",
+    "KeptAttention",
     "LiveBytes",
     "LossMean",
     "Operator",
@@ -47,6 +49,7 @@ __all__ = [
     "ignore_document_starts",
     "is_encoder_decoder",
     "keep_on_host",
+    "kept_attention",
     "lazy_gather",
     "local_shard",
     "loss_mean",

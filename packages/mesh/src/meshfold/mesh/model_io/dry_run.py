@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
+from meshfold.mesh.model_io.kept_attention import kept_attention
 from meshfold.mesh.model_io.operators import OperatorCounter
 
 C = TypeVar("C", bound=OperatorCounter)
@@ -69,11 +70,16 @@ class _Attention(torch.autograd.Function):
     ) -> Tensor:
         """``b n s d, b n' t d, b n' t e -> b n s e``"""
         *lead, heads, rows, _ = (1,) * (4 - q.dim()) + tuple(q.shape)
-        # Heads contiguous per token, as the output projection expects them.
-        out = q.new_empty((*lead, rows, heads, v.shape[-1])).transpose(-3, -2).view(*q.shape[:-1], v.shape[-1])
-        ctx.save_for_backward(q, k, v, out, q.new_empty(q.shape[:-1], dtype=torch.float32), mask)
         ctx.count, ctx.computed = count, 0.5 if causal else 1.0
-        count(_pairs(q, k) * (q.shape[-1] + v.shape[-1]), q.shape[-1], ctx.computed, k.shape[-2])
+
+        def attend() -> tuple[Tensor, Tensor]:
+            count(_pairs(q, k) * (q.shape[-1] + v.shape[-1]), q.shape[-1], ctx.computed, k.shape[-2])
+            # Heads contiguous per token, as the output projection expects them.
+            out = q.new_empty((*lead, rows, heads, v.shape[-1])).transpose(-3, -2).view(*q.shape[:-1], v.shape[-1])
+            return out, q.new_empty(q.shape[:-1], dtype=torch.float32)
+
+        out, lse = kept_attention("attention", attend, q, k, v, causal)
+        ctx.save_for_backward(q, k, v, out, lse, mask)
         return out
 
     @staticmethod

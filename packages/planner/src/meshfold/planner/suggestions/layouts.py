@@ -74,7 +74,7 @@ class Candidate:
         """Sort key among equally fast candidates: fewer entries, no recomputation, fewer micro-steps."""
         return (
             self.family.entries + (self.spec.zero is not None),
-            (None, "auto", "blocks").index(self.recompute),
+            (None, "auto", "but-attention", "blocks").index(self.recompute),
             self.microbatches,
         )
 
