@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from meshfold.kernels.fuse import fuse
 from meshfold.mesh import Mesh, SpecError, all_reduce, start
 from meshfold.mesh.model_io import DryRun, Operator
 from meshfold.mesh.testing import ranks
@@ -33,7 +34,16 @@ from meshfold.planner.calibration import (
     write_machine,
 )
 from meshfold.planner.calibration.fits import share_and_lag
-from meshfold.planner.calibration.launches import Counts, HostSeconds, _Model, counted, launches_of, with_experts
+from meshfold.planner.calibration.launches import (
+    Counts,
+    HostSeconds,
+    _Model,
+    counted,
+    launches_of,
+    measure_launches,
+    with_experts,
+    with_sums,
+)
 from meshfold.planner.calibration.measure import _small_groups
 from meshfold.planner.calibration.messages import hidden_of
 from meshfold.planner.calibration.operators import calls_of, moved, operator_rates
@@ -279,6 +289,57 @@ def test_launches_explain_the_seconds_that_a_model_took() -> None:
     assert launches_of(took(without), took(without), without, without).kernel_backward == 1.0
     quick = replace(took(fused), forward=0.0)
     assert launches_of(took(without), quick, without, fused).kernel_forward == 1.0
+
+
+def test_sums_that_wait_take_what_norms_alone_do_not() -> None:
+    """Kernels were charged for the Python of the sums that half of the norms compute."""
+    known = Launches(forward=2.0, backward=1.0, kernel_forward=5.0, kernel_backward=7.0, parameter=3.0)
+    counts = Counts(forward=8, backward=20, kernels_forward=4, kernels_backward=4, parameters=4, sums=2)
+    found = with_sums(known, HostSeconds(forward=16.0 + 20.0 + 6.0, backward=0.0, update=0.0), counts)
+    assert found == replace(known, residual=3.0)
+    assert with_sums(known, HostSeconds(forward=1.0, backward=0.0, update=0.0), counts) == known  # noise
+    assert with_sums(known, HostSeconds(forward=99.0, backward=0.0, update=0.0), replace(counts, sums=0)) == known
+    # Experts of a model whose norms compute sums are not charged for these.
+    both = replace(counts, backward=0, kernels_backward=0)
+    took = HostSeconds(forward=16.0 + 20.0 + 6.0 + 8.0, backward=0.0, update=0.0)
+    assert with_experts(found, took, both, layers=2).experts_forward == 4.0
+
+
+def test_a_norm_that_computes_a_sum_is_charged_for_it() -> None:
+    slow = replace(H200, launches=Launches(**{**dict.fromkeys(vars(Launches()), 0.0), "residual": 2.0}))
+    for rules, sums in ((dict(residual=False), 0), (dict(), 3)):
+        with torch.device("meta"):
+            model, ids = _Model(3, norms=True, experts=False).bfloat16(), torch.empty(1, 8, dtype=torch.int64)
+        fuse(model, **rules)
+        with DryRun() as run, Work.counted(run) as counter:
+            model(ids, ids)["loss"].backward()
+        phases = Work.of(counter).phases(slow, "bf16")
+        assert (phases.launched_forward, phases.launched_backward) == (2.0 * sums, 0.0)  # the forward's Python
+
+
+@ranks(2)
+def test_a_model_takes_as_long_as_on_its_slowest_rank_before_its_seconds_are_divided() -> None:
+    """The most of the ranks' differences was larger than any rank's: here 9 for a kernel."""
+    from meshfold.planner.calibration import launches as module
+
+    counts = Counts(forward=10, backward=10, kernels_forward=0, kernels_backward=0, parameters=1)
+    fused = replace(counts, kernels_forward=10, kernels_backward=10)
+    with start() as process, pytest.MonkeyPatch.context() as patched:
+        plain, norms = ((20.0, 80.0), (10.0, 100.0))[process.rank]
+
+        def took(_: Any, __: Any, kind: Any) -> HostSeconds:
+            return (
+                HostSeconds(forward=norms, backward=norms, update=1.0)
+                if kind.norms
+                else HostSeconds(forward=plain, backward=plain, update=1.0)
+            )
+
+        patched.setattr(module, "_measured", took)
+        patched.setattr(module, "_counted_kind", lambda _, __, kind: fused if kind.norms else counts)
+        mesh = Mesh({"rank": 2})
+        found = measure_launches(process, TINY, mesh.group("rank"))
+        assert (found.forward, found.kernel_forward, found.kernel_backward) == (2.0, 8.0, 8.0)
+        mesh.close()
 
 
 def test_layers_of_experts_take_what_their_operators_do_not_explain() -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -27,6 +29,7 @@ class Operator:
         computed: share of its FLOP that is computed: causal attention skips half of the pairs that are counted.
         phase: in which it runs: :data:`FORWARD`, :data:`BACKWARD`, or :data:`REPEATED`: of a forward that a backward runs again.
         ours: it is one of our kernels, which Python launches.
+        residual: it is one of these, and adds to a residual stream too: it was given a ``residual``.
         fp8: it multiplies operands in fp8.
         side: smallest side of a product's matrices; 0: not known.
         outputs: elements of a product's result; 0: not known.
@@ -40,6 +43,7 @@ class Operator:
     computed: float = 1.0
     phase: str = "forward"
     ours: bool = False
+    residual: bool = False
     fp8: bool = False
     side: int = 0
     outputs: int = 0
@@ -122,7 +126,9 @@ class OperatorCounter(TorchDispatchMode):
             finally:
                 self._inside, self._times = None, outside
             moved, name = _bytes_of((args, kwargs, made)), "" if flop else _kernel_name(function)
-            self.note(Operator(flop, moved, phase=self._phase, ours=True, name=name))
+            place = _residual_place(function)
+            adds = place is not None and place < len(args) and args[place] is not None
+            self.note(Operator(flop, moved, phase=self._phase, ours=True, residual=adds, name=name))
             return made
 
         return run
@@ -150,6 +156,13 @@ class OperatorCounter(TorchDispatchMode):
             else:
                 self._inside += self._times * flop
         return made
+
+
+@cache
+def _residual_place(function: Callable[..., Any]) -> int | None:
+    """Return the place of a kernel's argument ``residual``; None if it has none."""
+    names = list(inspect.signature(function).parameters)
+    return names.index("residual") if "residual" in names else None
 
 
 def _kernel_name(function: Callable[..., Any]) -> str:

@@ -2,9 +2,13 @@
 
 Its layers are those of a real model, but so narrow that the device waits for the host. Seconds of a forward, a backward and an
 optimizer's step are divided among the operators that a plan counts in them. Norms are our only kernels in it, so the seconds that
-they add are theirs. Experts have an MLP's place in a third model; what their layers take beyond their operators and kernels is
-Python that routes and sorts tokens. All models run as any model does, with the engine's linear layers, which take more time in
-Python than torch's: otherwise the kernels would be charged for that.
+they add are theirs, while no residual sum waits for them; what the same model takes longer with sums that wait is these sums'.
+Experts have an MLP's place in a fourth model; what their layers take beyond their operators and kernels is Python that routes and
+sorts tokens. All models run as any model does, with the engine's linear layers, which take more time in Python than torch's:
+otherwise the kernels would be charged for that.
+
+Ranks wait for the slowest in every collective. So a model takes as long as it does on its slowest rank, and only then are its
+seconds divided: the most of each rank's differences would be the noise of all of them.
 """
 
 from __future__ import annotations
@@ -21,7 +25,7 @@ from torch.nn import functional as F
 from meshfold.engine import Engine
 from meshfold.experts import MixtureOfExperts
 from meshfold.kernels.fuse import fuse
-from meshfold.mesh import Process
+from meshfold.mesh import Group, Process, all_reduce
 from meshfold.mesh.model_io import BACKWARD, DryRun
 from meshfold.planner.calibration.samples import Effort, wait
 from meshfold.planner.clock import Work
@@ -81,6 +85,7 @@ class Counts:
         kernels_forward: our kernels in a forward.
         kernels_backward: the same in a backward.
         parameters: of the model.
+        sums: residual sums that norms compute.
     """
 
     forward: int
@@ -88,6 +93,7 @@ class Counts:
     kernels_forward: int
     kernels_backward: int
     parameters: int
+    sums: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +110,7 @@ def launches_of(plain: HostSeconds, fused: HostSeconds, without: Counts, with_ke
 
     Args:
         plain: of the model without norms, and so without our kernels.
-        fused: of the model with norms.
+        fused: of the model with norms, for which no sum waits.
         without: operators of the first.
         with_kernels: operators of the second; if it has no kernel, a kernel takes as long as any operator.
     """
@@ -124,16 +130,29 @@ def launches_of(plain: HostSeconds, fused: HostSeconds, without: Counts, with_ke
     )
 
 
-def with_experts(found: Launches, took: HostSeconds, counts: Counts, layers: int) -> Launches:
-    """Return launches with those of layers of experts: what a model of them took beyond its operators and kernels.
+def with_sums(found: Launches, took: HostSeconds, counts: Counts) -> Launches:
+    """Return launches with those of residual sums that wait for norms: what a model took beyond its operators and kernels.
 
     Args:
         found: of operators and kernels.
         took: seconds of the model.
         counts: its operators.
+    """
+    explained = found.forward * counts.forward + found.kernel_forward * counts.kernels_forward
+    return replace(found, residual=max(0.0, took.forward - explained) / counts.sums if counts.sums else 0.0)
+
+
+def with_experts(found: Launches, took: HostSeconds, counts: Counts, layers: int) -> Launches:
+    """Return launches with those of layers of experts: what a model of them took beyond its operators and kernels.
+
+    Args:
+        found: of operators, kernels and sums.
+        took: seconds of the model.
+        counts: its operators.
         layers: of it.
     """
     forward = found.forward * counts.forward + found.kernel_forward * counts.kernels_forward
+    forward += found.residual * counts.sums
     backward = found.backward * counts.backward + found.kernel_backward * counts.kernels_backward
     return replace(
         found,
@@ -142,22 +161,50 @@ def with_experts(found: Launches, took: HostSeconds, counts: Counts, layers: int
     )
 
 
-def measure_launches(process: Process, effort: Effort) -> Launches:
-    """Measure this host's launches. All ranks of the job must call."""
-    found, counts = [], []
-    for norms, experts in ((False, False), (True, False), (False, True)):
-        found.append(_measured(process, effort, norms=norms, experts=experts))
-        counts.append(counted(effort.layers, process.device.type, norms=norms, experts=experts))
-    return with_experts(
-        launches_of(found[0], found[1], counts[0], counts[1]), found[2], counts[2], layers=effort.layers
+@dataclass(frozen=True, kw_only=True)
+class _Kind:
+    """A tiny model to measure: what its layers have, and whether residual sums wait for its norms."""
+
+    norms: bool = False
+    sums: bool = False
+    experts: bool = False
+
+
+_KINDS = (_Kind(), _Kind(norms=True), _Kind(norms=True, sums=True), _Kind(experts=True))
+
+
+def measure_launches(process: Process, effort: Effort, everyone: Group) -> Launches:
+    """Measure the launches of the slowest rank's host. All ranks of the job must call; all return the same.
+
+    Args:
+        process: this rank.
+        effort: sizes of the samples.
+        everyone: all ranks.
+    """
+    plain, fused, summed, experts = (
+        (_slowest(_measured(process, effort, kind), everyone, process.device), _counted_kind(effort, process, kind))
+        for kind in _KINDS
     )
+    found = with_sums(launches_of(plain[0], fused[0], plain[1], fused[1]), *summed)
+    return with_experts(found, *experts, layers=effort.layers)
+
+
+def _slowest(took: HostSeconds, everyone: Group, device: torch.device) -> HostSeconds:
+    """Return the seconds of the rank whose host is slowest, phase by phase."""
+    mine = torch.tensor([took.forward, took.backward, took.update], dtype=torch.float64, device=device)
+    forward, backward, update = all_reduce(mine, everyone, op="max").tolist()
+    return HostSeconds(forward=forward, backward=backward, update=update)
+
+
+def _counted_kind(effort: Effort, process: Process, kind: _Kind) -> Counts:
+    return counted(effort.layers, process.device.type, norms=kind.norms, sums=kind.sums, experts=kind.experts)
 
 
 def _precision(device_type: str) -> str:
     return "bf16" if device_type == "cuda" else "fp32"
 
 
-def _measured(process: Process, effort: Effort, *, norms: bool, experts: bool) -> HostSeconds:
+def _measured(process: Process, effort: Effort, kind: _Kind) -> HostSeconds:
     """Train the model, and return the medians of the host's seconds.
 
     A step is two micro-steps: the seconds by which the second one is longer are the optimizer's.
@@ -165,7 +212,7 @@ def _measured(process: Process, effort: Effort, *, norms: bool, experts: bool) -
     model: list[_Model] = []
 
     def build() -> _Model:
-        model.append(_Model(effort.layers, norms=norms, experts=experts))
+        model.append(_Model(effort.layers, norms=kind.norms, experts=kind.experts))
         return model[-1]
 
     device, samples = process.device, list[tuple[float, float, float]]()
@@ -176,7 +223,7 @@ def _measured(process: Process, effort: Effort, *, norms: bool, experts: bool) -
         precision=_precision(device.type),
         clip_grad_norm=1.0,
         gradient_accumulation=2,
-        kernels="auto",
+        kernels="auto" if kind.sums else dict(residual=False),
         device=device,
     ) as engine:
         ids = torch.zeros(process.world_size, _TOKENS, dtype=torch.int64)
@@ -196,14 +243,17 @@ def _measured(process: Process, effort: Effort, *, norms: bool, experts: bool) -
     return HostSeconds(forward=forward, backward=backward, update=update)
 
 
-def counted(layers: int, device_type: str, *, norms: bool, experts: bool = False) -> Counts:
-    """Return the model's operators on a type of device, counted on meta tensors."""
+def counted(layers: int, device_type: str, *, norms: bool, sums: bool = False, experts: bool = False) -> Counts:
+    """Return the model's operators on a type of device, counted on meta tensors.
+
+    ``sums``: residual sums wait for the norms that compute them.
+    """
     with torch.device("meta"):
         model = _Model(layers, norms=norms, experts=experts).to(
             torch.bfloat16 if _precision(device_type) == "bf16" else torch.float32
         )
         ids = torch.empty(1, _TOKENS, dtype=torch.int64)
-    fuse(model)
+    fuse(model, residual=None if sums else False)
     kind = "gpu" if device_type == "cuda" else "cpu"
     with DryRun() as stand_in, Work.counted(stand_in, kind=kind) as counter:
         model(ids, ids)["loss"].backward()
@@ -215,4 +265,5 @@ def counted(layers: int, device_type: str, *, norms: bool, experts: bool = False
         kernels_forward=sum(count for later, ours, count in found if not later and ours),
         kernels_backward=sum(count for later, ours, count in found if later and ours),
         parameters=parameters,
+        sums=sum(count for one, count in counter.counts.items() if one.residual),
     )

@@ -37,7 +37,7 @@ from meshfold.planner.calibration.samples import (
     side_samples,
     sustained_share,
 )
-from meshfold.planner.efficiency import Efficiency, Launches, Link
+from meshfold.planner.efficiency import Efficiency, Link
 from meshfold.planner.machines import Host, Machine
 from meshfold.planner.suggestions.here import local_machine
 
@@ -102,9 +102,7 @@ def calibrate(process: Process, effort: Effort, *, disk: Path | None = None, nam
         machine = replace(machine, small_groups=_small_groups(local, everyone, device, effort))
         if here.size > 1:
             machine = replace(machine, efficiency=_beside(machine.efficiency, hidden_shares(here, device, effort)))
-        launches = asdict(measure_launches(process, effort))
-        slowest = _most([*launches.values()], everyone, device)  # ranks wait for it in every collective
-        machine = replace(machine, launches=Launches(**dict(zip(launches, slowest, strict=True))))
+        machine = replace(machine, launches=measure_launches(process, effort, everyone))
         if there.size > 1:
             between = typical_link(fit_links(message_samples(there, device, effort)))
             machine = replace(machine, between=min(between.rate, machine.inside))
@@ -126,14 +124,6 @@ def _mean(values: Sequence[float], everyone: Group, device: torch.device) -> lis
     """Return the means over all ranks."""
     total = all_reduce(torch.tensor(values, dtype=torch.float64, device=device), everyone)
     return [float(value) / everyone.size for value in total.tolist()]
-
-
-def _most(values: Sequence[float], everyone: Group, device: torch.device) -> list[float]:
-    """Return the elementwise maximum of all ranks' values."""
-    found: list[float] = all_reduce(
-        torch.tensor(values, dtype=torch.float64, device=device), everyone, op="max"
-    ).tolist()
-    return found
 
 
 def _means(

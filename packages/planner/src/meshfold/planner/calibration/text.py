@@ -44,8 +44,8 @@ def calibration_table(found: Calibration) -> str:
             "launches",
             f"{_micro(launches.forward)} an operator, {_micro(launches.backward)} in a backward, one of our kernels "
             f"{_micro(launches.kernel_forward)} and {_micro(launches.kernel_backward)}, a parameter's step "
-            f"{_micro(launches.parameter)}; a layer of experts {_micro(launches.experts_forward)} and "
-            f"{_micro(launches.experts_backward)} more",
+            f"{_micro(launches.parameter)}; a residual sum that a norm computes {_micro(launches.residual)} more; a layer of "
+            f"experts {_micro(launches.experts_forward)} and {_micro(launches.experts_backward)} more",
         ],
         [
             "host",
