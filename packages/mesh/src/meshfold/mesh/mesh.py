@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from meshfold.mesh.errors import MeshfoldError, SpecError, did_you_mean
 from meshfold.mesh.group import Group
+from meshfold.mesh.processes.sub_world import current_ranks
 
 T = TypeVar("T")
 
@@ -34,10 +35,16 @@ class Mesh:
     [[0, 2], [1, 3], [4, 6], [5, 7]]
     >>> mesh.size("row", "col"), mesh.size("depth")
     (4, 1)
+
+    Attributes:
+        axes: name to size, outermost first.
+        first_rank: the global rank of the mesh's rank 0.
     """
 
     def __init__(self, axes: Mapping[str, int], rank: int | None = None) -> None:
-        """Args:
+        """Make a mesh of all ranks of the job, or of those of :func:`meshfold.mesh.processes.only_ranks`.
+
+        Args:
             axes: name to size, outermost first.
             rank: which rank to be; by default this process's rank, 0 without a process group.
 
@@ -51,6 +58,8 @@ class Mesh:
                 raise SpecError(f"axis {name!r} of the mesh has size {size!r}: a size is a whole number from 1 up")
         self.axes: dict[str, int] = dict(axes)
         self._given_rank = rank
+        self._members = None if rank is not None else current_ranks()
+        self.first_rank = 0 if self._members is None else self._members.start
         # Caches: layers ask in every forward, and torch.compile can trace a dict lookup.
         self._sizes: dict[tuple[str, ...], int] = {}
         self._indices: dict[tuple[str, ...], int] = {}
@@ -66,6 +75,11 @@ class Mesh:
 
     def __repr__(self) -> str:
         return f"Mesh({' × '.join(f'{name} {size}' for name, size in self.axes.items()) or 'one rank'})"
+
+    @property
+    def is_part(self) -> bool:
+        """True if it spans only some ranks of the job."""
+        return self._members is not None
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -84,7 +98,7 @@ class Mesh:
             return self._given_rank
         from meshfold.mesh.processes import groups
 
-        world = groups.running_world()
+        world = groups.world_of(self._members)
         if world is None:
             return 0
         if world.size != self.world_size:
@@ -165,7 +179,11 @@ class Mesh:
         known = self._numbers.get(axes)
         if known is None:
             ranks = self.group(*axes).ranks
-            order = (self.index(*axes, rank=rank) for rank in ranks) if len(axes) > 1 else range(len(ranks))
+            order = (
+                (self.index(*axes, rank=rank - self.first_rank) for rank in ranks)
+                if len(axes) > 1
+                else range(len(ranks))
+            )
             known = self._numbers[axes] = tuple(order)
         return known
 
@@ -217,14 +235,16 @@ class Mesh:
         ranks = tuple(
             r for r in self._candidates(coordinates, spanned) if self._elsewhere(self.coordinates(r), spanned) == here
         )
+        index = ranks.index(self.rank) if len(ranks) > 1 else 0
+        ranks = tuple(self.first_rank + r for r in ranks)
         if len(ranks) == 1:
             return Group(axes=(), ranks=ranks, index=0, name="")
         if self._closed:
             raise MeshfoldError(f"{self} is closed: make a new Mesh")
-        return Group(axes=spanned, ranks=ranks, index=ranks.index(self.rank), name=self._handle(ranks))
+        return Group(axes=spanned, ranks=ranks, index=index, name=self._handle(ranks))
 
     def _handle(self, ranks: tuple[int, ...]) -> str:
-        """Return the name of the process group of these ranks, made at the first call."""
+        """Return the name of the process group of these global ranks, made at the first call."""
         from meshfold.mesh.processes import groups
 
         if ranks not in self._handles:

@@ -29,6 +29,7 @@ __all__ = [
     "shards_of_flat_run",
     "shards_of_local",
     "shards_of_replicated",
+    "windows_of_block",
 ]
 
 LEAST_SPLIT_BYTES = 2**20
@@ -113,6 +114,30 @@ def shards_of_replicated(name: str, shape: Sequence[int], ranks: Sequence[int], 
     """Return the shard that this rank writes of a tensor that some ranks have whole; one of them writes it."""
     piece = Shard(offsets=(0,) * len(shape), sizes=tuple(shape), view=lambda kept: kept)
     return (piece,) if rank == _drawn(name, ranks) else ()
+
+
+def windows_of_block(meta: ParameterMeta, run: range | None = None) -> list[tuple[Window, Window]]:
+    """Return the rectangles of a whole tensor that this rank has, each with its place in the rank's block.
+
+    Unlike the shards, which are divided among ranks that have the same, these are all that this rank has.
+
+    Args:
+        meta: of the block.
+        run: the elements of the block that it keeps; None: all.
+    """
+    shape = meta.placement.local_shape(meta.mesh)
+    kept = [((0,) * len(shape), shape)]
+    if run is not None:
+        kept = [window for _, window in windows_of_run(shape, run.start, len(run))]
+    found = []
+    for rectangle in meta.placement.rectangles(meta.mesh):
+        shift = [there - here for there, here in zip(rectangle.offsets, rectangle.local_offsets, strict=True)]
+        for window in kept:
+            inside = overlap(window, (rectangle.local_offsets, rectangle.sizes))
+            if inside is not None:
+                offsets = tuple(here + by for here, by in zip(inside[0], shift, strict=True))
+                found.append(((offsets, inside[1]), inside))
+    return found
 
 
 def windows_of_run(shape: tuple[int, ...], start: int, length: int) -> Iterator[tuple[int, Window]]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from meshfold.checkpoint.shards import ShardRule
+from meshfold.checkpoint.shards import ShardRule, Window
 from meshfold.engine.states.data_parallel import GradientReducer
 from meshfold.mesh.parameters import StoredValue
 
@@ -128,8 +128,17 @@ class States(Protocol):
     def write(self, tensor: Tensor, whole: Tensor) -> None:
         """Write a parameter, into its master weights, or a buffer; then call ``publish``."""
 
+    def windows(self, tensor: Tensor) -> list[tuple[Window, Window]]:
+        """Return the rectangles of a parameter or buffer that this rank has, each with its place in the rank's block."""
+
+    def write_block(self, tensor: Tensor, block: Tensor) -> None:
+        """Write this rank's block, of which only :meth:`windows` are read, as ``write`` does; then call ``publish``."""
+
     def publish(self) -> None:
         """Publish written values to the model."""
+
+    def settle(self) -> None:
+        """Finish optimizer steps that are still to be made, so that sources can be read."""
 
     def optimizer_sources(self) -> dict[str, Source]:
         """Return the optimizer's tensors by ``parameter/state``. All ranks must call."""

@@ -12,9 +12,11 @@ from torch import Tensor, nn
 from meshfold.checkpoint.shards import (
     Shard,
     ShardRule,
+    Window,
     ranks_with_same_index,
     shards_of_local,
     shards_of_replicated,
+    windows_of_block,
 )
 from meshfold.engine.optimizers import Factory
 from meshfold.engine.optimizers.sight import give_sight
@@ -24,7 +26,7 @@ from meshfold.engine.states.optimizer_state import OptimizerState, gather, globa
 from meshfold.engine.states.protocols import Source
 from meshfold.engine.world import PIPE, World
 from meshfold.mesh import Mesh, clip_gradient_values, clip_gradients, gradient_norm, metadata
-from meshfold.mesh.parameters import ParameterMeta, StoredValue, uncompiled_name
+from meshfold.mesh.parameters import ParameterMeta, StoredValue, metadata_on, uncompiled_name
 
 if TYPE_CHECKING:
     from meshfold.pipeline import Pipeline
@@ -148,8 +150,18 @@ class PlainStates:
         master = self.masters.of(tensor)
         put(whole, master, master)
 
+    def windows(self, tensor: Tensor) -> list[tuple[Window, Window]]:
+        return windows_of_block(metadata_on(tensor, self._world.mesh))
+
+    @torch.no_grad()
+    def write_block(self, tensor: Tensor, block: Tensor) -> None:
+        self.masters.of(tensor).copy_(block)
+
     def publish(self) -> None:
         self.masters.publish()
+
+    def settle(self) -> None:
+        pass
 
     def optimizer_sources(self) -> dict[str, Source]:
         return dict(self.noted_optimizer_sources()())

@@ -303,8 +303,8 @@ def check_watchdog(watchdog: object, check_collectives: object) -> tuple[float |
 
 
 def watch_over(world: World, watchdog: float | None, compare: bool) -> Watch:
-    """Start the watchdog over this process's collectives; all ranks must call. A single rank is not watched."""
-    if world.mesh.world_size == 1:
+    """Start the watchdog over this process's collectives; all ranks must call. A single process is not watched."""
+    if world.mesh.world_size == 1 and not world.mesh.is_part:
         return Watch(None)
     _, also = watchdog_settings()
     return watch(watchdog_limit(watchdog), compare=compare or also)

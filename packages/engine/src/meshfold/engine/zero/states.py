@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from meshfold.checkpoint.shards import Window, windows_of_block
 from meshfold.engine.model.checks import refuse_empty
 from meshfold.engine.model.recompute import RecomputedBlocks, recomputes_by_itself
 from meshfold.engine.optimizers import Factory
@@ -280,6 +281,20 @@ class ZeroStates:
             self.gemini.write(tensor, meta.placement.shard(whole, self._world.mesh))
         else:
             put(whole, tensor, tensor)
+
+    def windows(self, tensor: Tensor) -> list[tuple[Window, Window]]:
+        run = self.gemini.filled(tensor) if tensor in self._names else None
+        return windows_of_block(metadata_on(tensor, self._world.mesh), run)
+
+    @torch.no_grad()
+    def write_block(self, tensor: Tensor, block: Tensor) -> None:
+        if tensor in self._names:
+            self.gemini.write(tensor, block)
+        else:
+            tensor.copy_(block)
+
+    def settle(self) -> None:
+        self.gemini.flush()
 
     def optimizer_sources(self) -> dict[str, Source]:
         return self._sources.optimizer_sources()

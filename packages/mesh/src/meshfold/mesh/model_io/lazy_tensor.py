@@ -52,10 +52,10 @@ class ShardedOutput:
     piece: Callable[[Tensor], Tensor]
 
     def ranks(self) -> tuple[int, ...]:
-        """Return the ranks that have a shard each, ascending."""
+        """Return the global ranks that have a shard each, ascending."""
         mesh, axes = self.mesh, self.axes
-        groups = (tuple(sorted(group)) for group in mesh.groups(*axes))
-        return mesh.once(("ranks", axes), lambda: next(group for group in groups if mesh.rank in group))
+        groups = (group for group in mesh.groups(*axes) if mesh.rank in group)
+        return mesh.once(("ranks", axes), lambda: tuple(sorted(mesh.first_rank + rank for rank in next(groups))))
 
 
 def lazy_gather(piece: Tensor, pieces: ShardedOutput) -> Tensor:

@@ -24,7 +24,8 @@ class BlockMap:
             self.elements *= size
         holders: dict[int, list[int]] = {}
         for position, rank in enumerate(group.ranks):
-            holders.setdefault(meta.mesh.index(*meta.placement.split_axes, rank=rank), []).append(position)
+            index = meta.mesh.index(*meta.placement.split_axes, rank=rank - meta.mesh.first_rank)
+            holders.setdefault(index, []).append(position)
         self._holders = [holders[index] for index in sorted(holders)]
         self._counts = any(positions[0] == group.index for positions in self._holders)
         self.is_whole = len(self._holders) == 1 and self.local_shape == self.shape
@@ -43,15 +44,19 @@ class BlockMap:
 
     def of_rank(self, whole: Tensor, position: int) -> Tensor:
         """Return a rank's block of a whole tensor, padded with zeros."""
-        return self._placement.shard(whole, self._mesh, self._group.ranks[position])
+        return self._placement.shard(whole, self._mesh, self._rank(position))
 
     def put(self, block: Tensor, whole: Tensor, position: int) -> None:
         """Copy a rank's block into the whole tensor."""
-        for box in self._placement.rectangles(self._mesh, self._group.ranks[position]):
+        for box in self._placement.rectangles(self._mesh, self._rank(position)):
             into, of = whole, block
             for dim, (offset, local, size) in enumerate(zip(box.offsets, box.local_offsets, box.sizes, strict=True)):
                 into, of = into.narrow(dim, offset, size), of.narrow(dim, local, size)
             into.copy_(of)
+
+    def _rank(self, position: int) -> int:
+        """Return the rank in the mesh."""
+        return self._group.ranks[position] - self._mesh.first_rank
 
     @cached_property
     def _counted(self) -> list[Tensor | None]:

@@ -17,6 +17,7 @@ from meshfold.mesh.processes.groups import (
 from meshfold.mesh.processes.host_numbers import start_largest
 from meshfold.mesh.processes.launcher import launch, launch_node
 from meshfold.mesh.processes.process_group import DEFAULT_TIMEOUT, Process, start, start_fake
+from meshfold.mesh.processes.sub_world import only_ranks
 
 __all__ = [
     "DEFAULT_TIMEOUT",
@@ -32,6 +33,7 @@ __all__ = [
     "is_started",
     "launch",
     "launch_node",
+    "only_ranks",
     "refusal_sentence",
     "run_program",
     "running_world",

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from meshfold.mesh.errors import LaunchError
+from meshfold.mesh.errors import LaunchError, SpecError
 from meshfold.mesh.processes.rendezvous import Address, leave, meet
+from meshfold.mesh.processes.sub_world import current_ranks
 from meshfold.mesh.recording import flight_recorder
 
 _NEVER_SENT = 0x5EED  # a tag that no message has
@@ -42,15 +43,36 @@ def is_simulated() -> bool:
 
 @dataclass(frozen=True, slots=True)
 class RunningWorld:
-    """This process's place among all processes."""
+    """This process's place among all processes, or among those of a part."""
 
     rank: int
     size: int
 
 
 def running_world() -> RunningWorld | None:
-    """Return the running world, or None without a process group."""
-    return RunningWorld(rank=dist.get_rank(), size=dist.get_world_size()) if is_started() else None
+    """Return the running world, inside :func:`only_ranks` as these ranks see it; None without a process group."""
+    return world_of(current_ranks())
+
+
+def world_of(ranks: range | None) -> RunningWorld | None:
+    """Return the running world as some of its ranks see it, which have numbers from 0; None without a process group.
+
+    Args:
+        ranks: global ranks; None: all.
+
+    Raises:
+        SpecError: if this process is not one of them.
+    """
+    if not is_started():
+        return None
+    rank, size = rank_and_world_size()
+    if ranks is None:
+        return RunningWorld(rank=rank, size=size)
+    if rank not in ranks or ranks.stop > size:
+        raise SpecError(
+            f"rank {rank} of {size} is not one of ranks {ranks.start} to {ranks.stop - 1}: it makes no mesh of these"
+        )
+    return RunningWorld(rank=rank - ranks.start, size=len(ranks))
 
 
 def create_group(ranks: tuple[int, ...], purpose: str = "", backend: str | None = None) -> Any:
@@ -65,8 +87,7 @@ def create_group(ranks: tuple[int, ...], purpose: str = "", backend: str | None 
         LaunchError: without running processes.
     """
     global _made_in
-    here = running_world()
-    if here is None:
+    if not is_started():
         raise LaunchError(
             f"ranks {ranks} cannot communicate: no process group is running. Start the script with "
             f"'meshfold run --ranks N script.py' or torchrun, and call meshfold.mesh.start() first"
@@ -74,7 +95,7 @@ def create_group(ranks: tuple[int, ...], purpose: str = "", backend: str | None 
     if _made_in is not dist.group.WORLD:
         _made.clear()
         _made_in = dist.group.WORLD
-    if len(ranks) == here.size and not purpose:
+    if len(ranks) == dist.get_world_size() and not purpose:
         return dist.group.WORLD
     if (ranks, purpose) not in _made:
         name = " ".join(filter(None, ("mesh", "-".join(map(str, ranks)), purpose)))

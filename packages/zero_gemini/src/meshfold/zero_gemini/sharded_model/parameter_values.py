@@ -87,6 +87,10 @@ class ParameterValues(ABC):
         """Return the range of elements of a parameter's block, in row-major order, that this rank of the chunk's group stores."""
         return self._contents.kept(self._name_of(parameter))
 
+    def filled(self, parameter: Tensor) -> range:
+        """Return the range of elements of a parameter's block, in row-major order, that :meth:`write` reads."""
+        return self._contents.filled(self._name_of(parameter))
+
     def parts(self, parameter: Tensor, key: str | None = None) -> StoredValue:
         """Return the elements of :meth:`kept`, of a parameter's master weights or of an optimizer tensor, flat as in memory.
 
