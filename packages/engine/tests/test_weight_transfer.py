@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from meshfold.engine import Engine
-from meshfold.engine.weight_transfer import WeightTransfer
+from meshfold.engine import Engine, WeightTransfer
 from meshfold.engine.world import join_world
 from meshfold.mesh import SpecError, record
 from meshfold.mesh.collectives import all_gather_object

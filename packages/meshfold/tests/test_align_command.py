@@ -110,10 +110,31 @@ def test_on_two_ranks(data: Path) -> None:
         assert two == pytest.approx(one, rel=1e-9, abs=1e-12)
 
 
+@pytest.mark.usefixtures("warm_commands")
+def test_a_rank_that_only_samples(data: Path) -> None:
+    judged = ["--data", str(data / "prompts.jsonl"), "--reward", f"{data / 'rewards.py'}:letters", "--group", "2"]
+    words = ["align", "grpo", *judged, "--max-new-tokens", "3", "--steps", "2", "--precision", "fp64", *SMALL]
+    assert main([*words, "--out", str(data / "one")]) == 0
+    assert main([*words, "--out", str(data / "two"), "--rollout-ranks", "1"]) == 0
+    for one, two in zip(metrics(data / "one"), metrics(data / "two"), strict=True):
+        assert two == pytest.approx(one, rel=1e-9, abs=1e-12)
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         (["sft"], "required: --data"),
+        (["dpo", "--data", "pairs", "--rollout-ranks", "1"], "--rollout-ranks with dpo"),
+        *(
+            (["grpo", "--data", "prompts", "--reward", "rewards.py:letters", *words], said)
+            for words, said in (
+                (["--rollout-every", "2"], "--max-staleness 1"),
+                (["--rollout-parallel", "tensor=2"], "give --rollout-ranks N"),
+                (["--rollout-ranks", "2", "--ranks", "2"], "of 2 processes leaves none to train"),
+                (["--rollout-ranks", "1", "--rollout-parallel", "tensor=2"], "tensor=2 makes 2 ranks"),
+                (["--rollout-ranks", "1", "--rollout", "http://a:1"], "sample with --rollout engine"),
+            )
+        ),
         (["sft", "--resume"], "--resume: there is no run in"),
         (["sft", "--data", "chats", "--length", "1"], "--length 1 leaves no token to predict: write --length 512"),
         (["dpo", "--data", "pairs", "--micro-steps", "99"], "each micro-step has a row at least; write --micro-steps"),

@@ -29,9 +29,11 @@ from meshfold.align.objective import Objective, Terms
 from meshfold.align.policy import clipped_policy_losses, kl_penalties
 from meshfold.align.policy_engines import PolicyEngines
 from meshfold.align.records import Completion, Prompt, TextTokenizer
+from meshfold.align.reference import Reference
 from meshfold.align.residency import WorkSize
 from meshfold.align.rewards import Rewards
 from meshfold.align.rollout import Correction, EngineRollouts, Rollout, sampling_until
+from meshfold.align.rollout_ranks import parts_of
 from meshfold.align.rows import completion_rows, group_rows, model_inputs, shuffled
 from meshfold.align.run import in_micro_steps
 from meshfold.align.sharing import SharedPrompts, unfolded
@@ -48,8 +50,9 @@ class GRPO:
     """Trains a policy on its own samples, by how much better each is than the others of its group.
 
     Attributes:
-        engines: by name; checkpoints have a folder for each.
+        engines: by name; checkpoints have a folder for each. None on ranks that only generate.
         reference: the frozen policy; None if ``beta`` is 0.
+        parts: how ranks are divided.
         phases: of memory.
         shared_prompt: whether groups share their prompt in scoring and training, and how many tokens that has saved.
     """
@@ -76,7 +79,7 @@ class GRPO:
         mask_truncated: bool = False,
         reward_weights: Sequence[float] | None = None,
         reference: str = "copy",
-        rollout: Callable[[Engine], Rollout] = EngineRollouts,
+        rollout: Callable[[Engine], Rollout] | Mapping[str, Any] = EngineRollouts,
         importance: Mapping[str, Any] | None = None,
         max_staleness: int = 0,
         shared_prompt: object = "auto",
@@ -108,7 +111,9 @@ class GRPO:
             reward_weights: factor of each reward.
             memory: limits of a plan of phases, see :class:`meshfold.align.Phases`: ``dict(gpu="80GiB", host="120GiB")``.
             reference, parallel, micro_steps, start, seed, settings: as of :class:`meshfold.align.DPO`.
-            rollout: makes the generator for the policy's engine.
+            rollout: makes the generator for the policy's engine; or ``dict(ranks=2, parallel=dict(tensor=2))``: so many of the
+                job's ranks, the last ones, do nothing but generate, under a spec of their own, and get the policy's weights before
+                each step, or every so many (``every``).
             importance: options of :func:`meshfold.align.importance_weights`, for a generator that is not ``exact``.
             max_staleness: most optimizer steps that such a generator's weights may be behind the policy's.
             shared_prompt: compute the prompt of a group once: True, False, or ``"auto"``: if the model can, where it saves time,
@@ -131,49 +136,62 @@ class GRPO:
         self._prompts, self._micro_steps, self._seed = prompts, micro_steps, seed
         self._sampling = sampling_until(tokenizer.end, sampling)
         temperature = self._sampling.temperature or 1.0
-        self.rewards = Rewards(rewards, tokenizer, reward_weights)
+        self.parts = parts_of(
+            rollout, model, parallel, dict(seed=seed, **settings), updates=updates, max_staleness=max_staleness
+        )
         self.objective = Objective(
             self._terms,
             fields=("advantage", "old", "reference", "weights", "places"),
             temperature=temperature,
         )
-        made = PolicyEngines(
-            model,
-            self.objective,
-            parallel,
-            reference=reference if beta else None,
-            work=WorkSize.of_samples(
-                prompts,
-                completions=batch_size * group,
-                max_new_tokens=self._sampling.max_new_tokens,
-                updates=updates,
+        self.engines: dict[str, Engine] = {}
+        self.reference: Reference | None = None
+        with self.parts.training() as trains:
+            if not trains:
+                return
+            self.rewards = Rewards(rewards, tokenizer, reward_weights)
+            made = PolicyEngines(
+                model,
+                self.objective,
+                parallel,
+                reference=reference if beta else None,
+                work=WorkSize.of_samples(
+                    prompts,
+                    completions=batch_size * group,
+                    max_new_tokens=self._sampling.max_new_tokens,
+                    updates=updates,
+                    micro_steps=micro_steps,
+                    samples=self.parts.samples,
+                ),
+                memory=memory,
                 micro_steps=micro_steps,
-            ),
-            memory=memory,
-            micro_steps=micro_steps,
-            start=start,
-            seed=seed,
-            settings=settings,
-            made=self.rewards.engines,
-        )
-        self.phases, self.engines = made.phases, dict(policy=made.policy)
-        self.rollout = rollout(made.policy)
-        longest = max((len(prompt.ids) for prompt in prompts), default=0) + self._sampling.max_new_tokens
-        self.shared_prompt = SharedPrompts(shared_prompt, made.policy, "group", longest=longest)
-        if updates > 1:
-            self.shared_prompt.refuse("updates divide a group's completions among optimizer steps")
-        elif micro_steps > batch_size:
-            self.shared_prompt.refuse(f"micro_steps={micro_steps} divide {batch_size} groups")
-        self.reference = made.reference(temperature)
-        self.phases.take(**self.engines, **(self.reference.engines if self.reference else {}))
+                start=start,
+                seed=seed,
+                settings=settings,
+                made=self.rewards.engines,
+            )
+            self.phases, self.engines = made.phases, dict(policy=made.policy)
+            self.rollout = self.parts.generator(made.policy)
+            longest = max((len(prompt.ids) for prompt in prompts), default=0) + self._sampling.max_new_tokens
+            self.shared_prompt = SharedPrompts(shared_prompt, made.policy, "group", longest=longest)
+            if updates > 1:
+                self.shared_prompt.refuse("updates divide a group's completions among optimizer steps")
+            elif micro_steps > batch_size:
+                self.shared_prompt.refuse(f"micro_steps={micro_steps} divide {batch_size} groups")
+            self.reference = made.reference(temperature)
+            self.phases.take(**self.engines, **(self.reference.engines if self.reference else {}))
         # Then the policy that sampled is the one that is trained, every ratio is 1, and no scoring comes before the step.
         self._on_policy = updates == 1 and self.rollout.exact
 
     def step(self, number: int) -> dict[str, float]:
         """Sample, score and train; ``number`` counts from 0 and decides prompts and samples. All ranks must call."""
+        return self.parts.run(self._step, number)
+
+    def _step(self, number: int) -> dict[str, float]:
         chosen = [self._prompts[each] for each in shuffled(len(self._prompts), number, self._batch, self._seed)]
         sampling = replace(self._sampling, seed=key_of(f"step/{self._seed}/{number}"))
-        self.phases.enter("rollout")
+        if self.parts.samples:
+            self.phases.enter("rollout")
         found = self.rollout.generate([prompt.ids for prompt in chosen], self._group, sampling)
         behind = self._correction.staleness(found, self.engines["policy"])
         self.phases.enter("score")
@@ -222,9 +240,11 @@ class GRPO:
     def close(self) -> None:
         """Release the engines."""
         self.objective.close()
-        self.engines["policy"].close()
+        for engine in self.engines.values():
+            engine.close()
         if self.reference is not None:
             self.reference.close()
+        self.parts.close()
 
     def _rows(
         self, prompts: Sequence[Prompt], tokens: Sequence[Sequence[int]], counted: Sequence[bool]

@@ -10,6 +10,7 @@ from meshfold.align.objective import Objective
 from meshfold.align.reference import Reference, copied, make_reference
 from meshfold.align.residency import Phases, WorkSize
 from meshfold.engine import Engine
+from meshfold.mesh import SpecError
 
 
 class PolicyEngines:
@@ -52,7 +53,7 @@ class PolicyEngines:
             made: engines of frozen models that there are already.
 
         Raises:
-            SpecError: for a setting out of range, or a policy with dropout.
+            SpecError: for a setting out of range, a policy with dropout, or engines that there are already, on other ranks.
         """
         self.settings: dict[str, Any] = {"kernels": dict(loss=True), "seed": seed, **settings}
         self._objective, self._parallel, self._kind, self._start = objective, parallel or {}, reference, start
@@ -82,6 +83,13 @@ class PolicyEngines:
             dropout=False,
             **self.settings,
         )
+        for name, engine in (made or {}).items():
+            if engine.mesh.world_size != self.policy.mesh.world_size:
+                raise SpecError(
+                    f"the {name} model is on {engine.mesh.world_size} ranks, and the policy is trained on "
+                    f"{self.policy.mesh.world_size}, since others only generate: make it inside "
+                    f"'with only_ranks(range({self.policy.mesh.world_size})):' of meshfold.mesh.processes, on these alone"
+                )
 
     def reference(self, temperature: float = 1.0) -> Reference | None:
         """Make the reference; None if there is none.

@@ -25,6 +25,7 @@ from meshfold.align.records import Prompt, TextTokenizer
 from meshfold.align.residency import WorkSize
 from meshfold.align.rewards import Rewards
 from meshfold.align.rollout import Correction, EngineRollouts, Rollout, sampling_until
+from meshfold.align.rollout_ranks import parts_of
 from meshfold.align.rows import completion_rows, model_inputs, shuffled
 from meshfold.align.run import in_micro_steps
 from meshfold.engine import Engine
@@ -37,8 +38,9 @@ class PPO:
     """Trains a policy on its own samples with a critic (arXiv 1707.06347, 2203.02155).
 
     Attributes:
-        engines: ``policy`` and ``critic``; checkpoints have a folder for each.
+        engines: ``policy`` and ``critic``; checkpoints have a folder for each. None on ranks that only generate.
         reference: the frozen policy.
+        parts: how ranks are divided.
         phases: of memory.
     """
 
@@ -64,7 +66,7 @@ class PPO:
         kl: str = "k1",
         reward_weights: Sequence[float] | None = None,
         reference: str = "copy",
-        rollout: Callable[[Engine], Rollout] = EngineRollouts,
+        rollout: Callable[[Engine], Rollout] | Mapping[str, Any] = EngineRollouts,
         importance: Mapping[str, Any] | None = None,
         max_staleness: int = 0,
         memory: Mapping[str, Any] | None = None,
@@ -114,50 +116,67 @@ class PPO:
         self._prompts, self._batch, self._epochs, self._updates = prompts, batch_size, epochs, updates
         self._micro_steps, self._seed = micro_steps, seed
         self._sampling = sampling_until(tokenizer.end, sampling)
-        self.rewards = Rewards(rewards, tokenizer, reward_weights)
         temperature = self._sampling.temperature or 1.0
+        self.parts = parts_of(
+            rollout, model, parallel, dict(seed=seed, **settings), updates=updates * epochs, max_staleness=max_staleness
+        )
         self.objective = Objective(self._policy_terms, fields=("old", "advantages", "weights"), temperature=temperature)
         self.values = Objective(self._value_terms, fields=("old_values", "returns"), reads="scores")
-        made = PolicyEngines(
-            model,
-            self.objective,
-            parallel,
-            reference=reference,
-            work=WorkSize.of_samples(
-                prompts,
-                completions=batch_size,
-                max_new_tokens=self._sampling.max_new_tokens,
-                updates=updates,
+        self.engines: dict[str, Engine] = {}
+        with self.parts.training() as trains:
+            if not trains:
+                return
+            self.rewards = Rewards(rewards, tokenizer, reward_weights)
+            made = PolicyEngines(
+                model,
+                self.objective,
+                parallel,
+                reference=reference,
+                work=WorkSize.of_samples(
+                    prompts,
+                    completions=batch_size,
+                    max_new_tokens=self._sampling.max_new_tokens,
+                    updates=updates,
+                    micro_steps=micro_steps,
+                    samples=self.parts.samples,
+                ),
+                memory=memory,
                 micro_steps=micro_steps,
-            ),
-            memory=memory,
-            micro_steps=micro_steps,
-            start=start,
-            seed=seed,
-            settings=settings,
-            critic=critic,
-            made=self.rewards.engines,
-        )
-        self.phases = made.phases
-        of_critic = {name: value for name, value in made.settings.items() if name != "kernels"}
-        if critic_optimizer is not None:
-            of_critic["optimizer"] = critic_optimizer
-        judge = trained_engine(
-            self.values, critic, self.phases.spec("critic"), micro_steps=micro_steps, start=critic_start, **of_critic
-        )
-        self.engines = dict(policy=made.policy, critic=judge)
-        self.rollout = rollout(made.policy)
-        found = made.reference(temperature)
-        if found is None:
-            raise SpecError("reference=None: PPO holds the policy to one, 'copy' or 'adapter'")
-        self.reference = found
-        self.phases.take(**self.engines, **found.engines)
+                start=start,
+                seed=seed,
+                settings=settings,
+                critic=critic,
+                made=self.rewards.engines,
+            )
+            self.phases = made.phases
+            of_critic = {name: value for name, value in made.settings.items() if name != "kernels"}
+            if critic_optimizer is not None:
+                of_critic["optimizer"] = critic_optimizer
+            judge = trained_engine(
+                self.values,
+                critic,
+                self.phases.spec("critic"),
+                micro_steps=micro_steps,
+                start=critic_start,
+                **of_critic,
+            )
+            self.engines = dict(policy=made.policy, critic=judge)
+            self.rollout = self.parts.generator(made.policy)
+            found = made.reference(temperature)
+            if found is None:
+                raise SpecError("reference=None: PPO holds the policy to one, 'copy' or 'adapter'")
+            self.reference = found
+            self.phases.take(**self.engines, **found.engines)
 
     def step(self, number: int) -> dict[str, float]:
         """Sample, score and train; ``number`` counts from 0 and decides prompts and samples. All ranks must call."""
+        return self.parts.run(self._step, number)
+
+    def _step(self, number: int) -> dict[str, float]:
         chosen = [self._prompts[each] for each in shuffled(len(self._prompts), number, self._batch, self._seed)]
         sampling = replace(self._sampling, seed=key_of(f"step/{self._seed}/{number}"))
-        self.phases.enter("rollout")
+        if self.parts.samples:
+            self.phases.enter("rollout")
         found = self.rollout.generate([prompt.ids for prompt in chosen], 1, sampling)
         behind = self._correction.staleness(found, self.engines["policy"])
         self.phases.enter("score")
@@ -211,7 +230,9 @@ class PPO:
         self.values.close()
         for engine in self.engines.values():
             engine.close()
-        self.reference.close()
+        if self.engines:
+            self.reference.close()
+        self.parts.close()
 
     def _policy_terms(self, values: TokenValues, batch: Mapping[str, Any]) -> Terms:
         mask, logs = batch["labels"] != IGNORE_INDEX, values.log_probs

@@ -22,7 +22,7 @@ from meshfold.engine import Engine
 from meshfold.engine.precision import Precision
 from meshfold.engine.zero import regime_of
 from meshfold.mesh import ParallelSpec, SpecError
-from meshfold.mesh.processes import Environment
+from meshfold.mesh.processes import Environment, running_world
 from meshfold.mesh.spec import ZeroSpec, argument_checks, parse_bytes
 from meshfold.zero_gemini import Chunk, ChunkPlacement, Move, Shares, in_turn
 
@@ -104,12 +104,19 @@ class WorkSize:
 
     @classmethod
     def of_samples(
-        cls, prompts: Sequence[Prompt], *, completions: int, max_new_tokens: int, updates: int, micro_steps: int
+        cls,
+        prompts: Sequence[Prompt],
+        *,
+        completions: int,
+        max_new_tokens: int,
+        updates: int,
+        micro_steps: int,
+        samples: bool = True,
     ) -> WorkSize:
-        """Return the tokens of a step on samples, of which there are ``completions``."""
+        """Return the tokens of a step on samples, of which there are ``completions``; ``samples``: the policy makes them."""
         longest = max((len(prompt.ids) for prompt in prompts), default=0) + max_new_tokens
         tokens = completions * longest
-        sampled = min(completions, ROWS_AT_ONCE) * longest
+        sampled = min(completions, ROWS_AT_ONCE) * longest if samples else 0
         return cls(trained=tokens // updates // micro_steps, scored=tokens, sampled=sampled)
 
 
@@ -161,7 +168,8 @@ class Phases:
         spec = ParallelSpec.parse(parallel)
         zero = _check_stage(spec)
         self._splits = 1 if spec.tensor is None else spec.tensor.size  # of keys and values
-        ranks = max(Environment.detect().world_size, spec.world_size)
+        joined = running_world()  # of ranks that train, where others generate
+        ranks = max(Environment.detect().world_size if joined is None else joined.size, spec.world_size)
         self._work, self._trained, self._memory, self._ranks = work, tuple(trained), given, ranks
         sizes = {name: ModelSize.of(model) for name, model in models.items()}
         precision = Precision.parse(settings.get("precision", "fp32"))

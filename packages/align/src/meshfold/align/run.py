@@ -32,7 +32,7 @@ class Trainer(Protocol):
     """Protocol of what :func:`fit` runs.
 
     Attributes:
-        engines: by name.
+        engines: by name; none on a rank that only generates.
     """
 
     engines: dict[str, Engine]
@@ -67,7 +67,7 @@ def fit(
         SpecError: for a folder with a run in it and no ``resume``, or ``resume`` without a folder.
         CheckpointError: if there is nothing to resume from.
     """
-    first, rank = 0, next(iter(trainer.engines.values())).mesh.rank
+    first, rank = 0, next((engine.mesh.rank for engine in trainer.engines.values()), None)
     if resume and out is None:
         raise SpecError("resume=True without out: give the folder of the run")
     if out is not None:
@@ -96,7 +96,11 @@ def fit(
                     file.write(json.dumps(dict(step=number + 1, **metrics)) + "\n")
             if show is not None:
                 show(number + 1, metrics)
-        if out is not None and (number + 1 == steps or (save_every and (number + 1) % save_every == 0)):
+        if (
+            out is not None
+            and trainer.engines
+            and (number + 1 == steps or (save_every and (number + 1) % save_every == 0))
+        ):
             _save(trainer.engines, out, number + 1)
     return found
 

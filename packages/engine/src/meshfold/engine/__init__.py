@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from meshfold.engine.errors import TrainingError
     from meshfold.engine.precision_names import precision_name
     from meshfold.engine.step_metrics import StepMetrics
+    from meshfold.engine.weight_transfer import WeightTransfer
 
 __all__ = [
     "BackgroundSave",
@@ -27,6 +28,7 @@ __all__ = [
     "ShardedLoader",
     "StepMetrics",
     "TrainingError",
+    "WeightTransfer",
     "averaged_state_dict",
     "averaged_weights",
     "initialize",
@@ -44,6 +46,7 @@ _MODULES = {
     "ShardedLoader": "meshfold.engine.batches.loader",
     "StepMetrics": "meshfold.engine.step_metrics",
     "TrainingError": "meshfold.engine.errors",
+    "WeightTransfer": "meshfold.engine.weight_transfer",
     "averaged_state_dict": "meshfold.engine.averages",
     "averaged_weights": "meshfold.engine.averages",
     "precision_name": "meshfold.engine.precision_names",

@@ -197,18 +197,35 @@ def _add_samples(samples: argparse._ArgumentGroup) -> None:
         "--rollout-sleep", action="store_true", help="the server frees its GPU memory between rollouts"
     )
     samples.add_argument(
+        "--rollout-ranks",
+        type=natural,
+        default=0,
+        metavar="N",
+        help="processes, beside those of --parallel, that only sample (0: those that train sample)",
+    )
+    samples.add_argument(
+        "--rollout-parallel", nargs="+", metavar="SPEC", help="spec of the ranks that only sample, as for --parallel"
+    )
+    samples.add_argument(
+        "--rollout-every",
+        type=positive,
+        default=1,
+        metavar="N",
+        help="steps after which ranks that only sample get new weights; more than 1 needs --max-staleness (1)",
+    )
+    samples.add_argument(
         "--importance-high",
         type=rate,
         default=2.0,
         metavar="X",
-        help="upper bound of a token's importance weight if transformers or a server sampled it (2.0)",
+        help="upper bound of a token's importance weight if transformers, a server or older weights sampled it (2.0)",
     )
     samples.add_argument(
         "--max-staleness",
         type=natural,
         default=0,
         metavar="N",
-        help="optimizer steps that the server's weights may be behind (0)",
+        help="optimizer steps that weights which sample may be behind (0)",
     )
 
 
@@ -236,11 +253,16 @@ def run(arguments: argparse.Namespace) -> int:
     arguments.rank = None if here.source == "single" else here.rank
     arguments = _with_options_of_the_run(arguments)
     read_model(arguments)
-    spec = ParallelSpec.parse(
-        read_parallel(arguments.parallel), arguments.ranks if here.source == "single" else here.world_size
-    )
+    ranks, sampling = arguments.ranks if here.source == "single" else here.world_size, arguments.rollout_ranks
+    if ranks is not None and ranks <= sampling:
+        raise Failure(
+            f"--rollout-ranks {sampling} of {ranks} processes leaves none to train: start more, or let fewer sample"
+        )
+    spec = ParallelSpec.parse(read_parallel(arguments.parallel), None if ranks is None else ranks - sampling)
     spec = spec.with_world_size(spec.world_size)
     _check(arguments)
+    if sampling:
+        arguments.rollout = _rollout_ranks(arguments)
     if arguments.plan:
         from meshfold.train.alignment import open_run
 
@@ -251,12 +273,28 @@ def run(arguments: argparse.Namespace) -> int:
     if here.source != "single":
         with join(device=arguments.device):
             return _train(arguments, say=here.rank == 0)
-    if spec.world_size == 1:
+    if spec.world_size + sampling == 1:
         return _train(arguments, say=True)
     from meshfold.train.alignment import open_run
 
     open_run(arguments, read_changes(arguments.changes))  # report errors in data and settings once
-    return launch(["-m", "meshfold.cli", "align", *arguments.argv], spec.world_size)
+    return launch(["-m", "meshfold.cli", "align", *arguments.argv], spec.world_size + sampling)
+
+
+def _rollout_ranks(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the trainer's argument ``rollout`` for ranks that only sample.
+
+    Raises:
+        Failure: for text that is no spec, or one of another number of ranks.
+    """
+    from meshfold.mesh import ParallelSpec, SpecError
+
+    try:
+        found = read_parallel(arguments.rollout_parallel or ["dict()"])
+        ParallelSpec.parse(found, arguments.rollout_ranks).with_world_size(arguments.rollout_ranks)
+    except (Failure, SpecError) as error:
+        raise Failure(f"--rollout-parallel: {str(error).removeprefix('--parallel ')}") from None
+    return dict(ranks=arguments.rollout_ranks, parallel=found, every=arguments.rollout_every)
 
 
 def _train(arguments: argparse.Namespace, *, say: bool) -> int:
@@ -353,6 +391,19 @@ def _check(arguments: argparse.Namespace) -> None:
         raise Failure("--rollout-weights and --rollout-sleep are a server's: give --rollout http://HOST:PORT")
     if not sampled and rollout != "engine":
         raise Failure(f"--rollout with {name}, which samples nothing: it belongs to grpo and ppo")
+    if arguments.rollout_ranks and not (sampled and rollout == "engine"):
+        raise Failure(
+            f"--rollout-ranks with {name if not sampled else f'--rollout {rollout}'}: ranks that only sample belong to grpo and "
+            "ppo, and sample with --rollout engine"
+        )
+    behind = (arguments.rollout_every - 1) * arguments.updates * (arguments.epochs if name == "ppo" else 1)
+    if behind > arguments.max_staleness:
+        raise Failure(
+            f"--rollout-every {arguments.rollout_every}: weights get {behind} optimizer steps old; allow it with "
+            f"--max-staleness {behind}"
+        )
+    if not arguments.rollout_ranks and (arguments.rollout_parallel is not None or arguments.rollout_every > 1):
+        raise Failure("--rollout-parallel and --rollout-every are of ranks that only sample: give --rollout-ranks N")
     if name in ("sft", "reward", "kto", "ppo") and arguments.loss is not None:
         raise Failure(f"--loss with {name}, which has one loss: it belongs to dpo and grpo")
 

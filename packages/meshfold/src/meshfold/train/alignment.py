@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 from meshfold import align
 from meshfold.data.tokenizers import load_tokenizer, tokenizer_of_model
 from meshfold.mesh import SpecError
+from meshfold.mesh.processes import only_ranks, running_world
 from meshfold.train.metrics import read_metrics
 from meshfold.train.model_choice import ModelChoice, choose_model
 from meshfold.train.optimizers import optimizer_settings
@@ -193,8 +195,10 @@ def _trainer(
 
     if a.reward_model is not None:
         settings = dict(parallel=parallel, rules=rules, precision=a.precision, device=a.device, seed=a.seed)
-        scores = align.RewardModel(_scorer(a.hf, choice), [], start=_checkpoint(a.reward_model), **settings)
-        rewards = [*rewards, scores]
+        with _ranks_that_train(a.rollout_ranks) as trains:
+            if trains:
+                scores = align.RewardModel(_scorer(a.hf, choice), [], start=_checkpoint(a.reward_model), **settings)
+                rewards = [*rewards, scores]
     common["sampling"] = Sampling(max_new_tokens=a.max_new_tokens, temperature=a.temperature)
     common["updates"] = a.updates
     common.update(rollout=_rollout(a), importance=dict(high=a.importance_high), max_staleness=a.max_staleness)
@@ -206,9 +210,23 @@ def _trainer(
     )
 
 
-def _rollout(arguments: argparse.Namespace) -> Callable[[Any], Any]:
-    """Return what makes the generator of a policy's engine."""
+@contextmanager
+def _ranks_that_train(sampling: int) -> Iterator[bool]:
+    """Make engines on the ranks that train alone; False on one of those, the last ``sampling`` ones, that only sample."""
+    world = running_world()
+    train = None if world is None or not sampling else range(world.size - sampling)
+    if world is None or train is None or world.rank not in train:
+        yield train is None
+        return
+    with only_ranks(train):
+        yield True
+
+
+def _rollout(arguments: argparse.Namespace) -> Callable[[Any], Any] | dict[str, Any]:
+    """Return what makes the generator of a policy's engine, or the ranks that generate."""
     name = arguments.rollout
+    if isinstance(name, dict):
+        return name
     if name == "engine":
         return align.EngineRollouts
     if name == "transformers":

@@ -24,7 +24,10 @@ from meshfold.mesh.parameters import ParameterMeta
 __all__ = [
     "Shard",
     "ShardRule",
+    "Window",
+    "narrowed",
     "no_shards",
+    "overlap",
     "ranks_with_same_index",
     "shards_of_flat_run",
     "shards_of_local",
