@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from meshfold.mesh.errors import SpecError
 from meshfold.zero_gemini.planner import (
@@ -19,6 +20,7 @@ from meshfold.zero_gemini.planner import (
     Machine,
     MiB,
     Plan,
+    Regime,
     Workload,
     cpu,
     cuda,
@@ -190,6 +192,35 @@ def test_state_that_a_step_reads_twice_takes_its_reads_seconds_twice() -> None:
     assert stepped.chunk[:, 4, stepped.names.index("disk")].max() == pytest.approx(
         20 * E / MACHINE.disk_read + 10 * E / MACHINE.disk_write
     )
+
+
+def test_a_step_in_one_call_hides_behind_nothing() -> None:
+    """Torch's optimizers step all chunks in one call when all gradients are there; Adam's steps run beside the next forward."""
+    for disk_reads in (1, 2):
+        regime = Regime.of(
+            "A", torch.bfloat16, torch.float32, accumulation=1, ranks=1, moments=2, ours=False, disk_reads=disk_reads
+        )
+        assert (regime.state, regime.ours, REGIMES["A"].ours) == (12, False, True)
+        held = replace(work(clipping=True), regime=regime)
+        table, phases = seconds_table(held, MACHINE, SPLIT_STEP)
+        assert [(phase.name, phase.weight) for phase in phases] == [("forward", 1), ("backward", 1), ("optimizer", 1)]
+        disk = disk_reads * 12 * E / MACHINE.disk_read + 12 * E / MACHINE.disk_write
+        for phase in phases:
+            part = range(phase.start, phase.stop)
+            busy = {table.names[row]: float(table.chunk[0, 4, row]) for row in part}
+            assert busy.get("disk", 0.0) == pytest.approx(disk if phase.name == "optimizer" else 0.0)
+            stepped = busy["host memory"] * MACHINE.host_memory
+            if phase.name == "optimizer":
+                assert stepped == pytest.approx((regime.step + (disk_reads + 1) * 12) * E)
+            else:
+                assert stepped <= 3 * regime.parameter * E, "copies alone"
+        made = cpu(held, MACHINE)
+        assert made.strategy == SPLIT_STEP
+        assert made.seconds == pytest.approx(sum(seconds for _, _, seconds in made.phases))
+        after = {name: seconds for name, _, seconds in made.phases}["optimizer"]
+        assert after == pytest.approx(LAYERS * E * regime.step / MACHINE.host_memory)
+        _, phases = seconds_table(replace(held, clipping=False), MACHINE, NONE)
+        assert "optimizer" not in {phase.name for phase in phases}, "steps of single chunks run beside the backward"
 
 
 def test_out_of_place_is_picked_when_clipping_is_rare_and_host_memory_is_there() -> None:

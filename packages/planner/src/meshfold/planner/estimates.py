@@ -45,6 +45,21 @@ NORMS = ("lamb", "lars")
 """Optimizers that need norms of whole tensors."""
 
 
+ELEMENTS = (*CHUNK_BY_CHUNK, "sgd", "lion")
+"""Optimizers of elements, which ``zero`` can step chunk by chunk with a disk."""
+
+
+def steps_early(optimizer: str, precision: str, *, disk: bool) -> bool:
+    """Return True if ``zero`` can step a chunk once its gradient is complete; if not, it steps after the backward.
+
+    Args:
+        optimizer: a key of :data:`MOMENTS`.
+        precision: of the model.
+        disk: the entry ``zero`` has an ``offload_path``.
+    """
+    return optimizer in ELEMENTS if disk else optimizer in CHUNK_BY_CHUNK and precision != "fp64"
+
+
 def kept_by(optimizer: str) -> StateSize:
     """Return what a plan counts of an optimizer's state; ``optimizer``: a key of :data:`MOMENTS`."""
     from meshfold.zero_gemini.optimizer import StateSize  # a plan without zero needs no zero_gemini

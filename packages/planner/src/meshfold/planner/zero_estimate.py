@@ -30,7 +30,7 @@ from meshfold.mesh.spec import ZeroSpec, format_bytes
 from meshfold.planner.clock import Work, kernels_of, operator_seconds
 from meshfold.planner.collected_gradients import moved_bytes, taking
 from meshfold.planner.estimate_settings import EstimateSettings
-from meshfold.planner.estimates import CHUNK_BY_CHUNK, Memory, StepEstimate, kept_by
+from meshfold.planner.estimates import Memory, StepEstimate, kept_by, steps_early
 from meshfold.planner.machines import Machine
 from meshfold.planner.step_bytes import allocation_bytes, fixed_bytes
 from meshfold.zero_gemini import MemoryPlanError, slot_alignment
@@ -101,8 +101,7 @@ def estimate_zero(
         host_base_bytes=PROCESS_BYTES,
         reshards=spec.reshard_after_forward,
         clipping=engine.runner.needs_all_gradients
-        or settings.optimizer not in CHUNK_BY_CHUNK
-        or precision.name == "fp64",
+        or not steps_early(settings.optimizer, precision.name, disk=spec.offload_path is not None),
     )
     recomputed = settings.recompute in EVERY_BLOCK
     workload = replace(workload, recomputed=recomputed, **largest_output(engine.model, tokens // accumulation))

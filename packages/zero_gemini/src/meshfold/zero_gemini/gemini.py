@@ -96,9 +96,10 @@ class Gemini(ChunkedModel):
     def expect(self, kind: BackwardRole) -> None:
         """Set the role of the next backward, if ``begin`` could not know it.
 
-        In a ``"final"`` one Adam steps chunks as soon as their gradients arrive, and holds none; the norm is known nevertheless,
-        after ``finish``. If it is aborted when some chunks have made the step, everything that trains, reads or moves the
-        model raises from then on: it is between two steps. Other optimizers step when all gradients have arrived.
+        In a ``"final"`` one Adam, and with a disk other optimizers of elements, steps chunks as soon as their gradients arrive, and
+        holds none; the norm is known nevertheless, after ``finish``. If it is aborted when some chunks have made the step,
+        everything that trains, reads or moves the model raises from then on: it is between two steps. Other optimizers step when
+        all gradients have arrived.
         """
         self._flow.expect(kind)
 

@@ -29,9 +29,10 @@ from meshfold.engine.zero.residency import Residency
 from meshfold.kernels import Fp8Weight
 from meshfold.mesh import SpecError
 from meshfold.mesh.parameters import metadata_on
+from meshfold.mesh.spec import ZeroSpec
 from meshfold.zero_gemini import BackwardRole, Gemini, Memory
 from meshfold.zero_gemini.machine_rates import measure_rank_rates, ranks_per_host
-from meshfold.zero_gemini.optimizer import DiskSettings, StateSize, optimizer_kind, state_size
+from meshfold.zero_gemini.optimizer import DiskSettings, StateSize, state_size, steps_early
 from meshfold.zero_gemini.planner import Regime, gradient_dtype
 
 if TYPE_CHECKING:
@@ -104,8 +105,8 @@ class ZeroStates:
             if world.device.type == "cuda" and spec.placement == "auto" and make is not None:
                 measure_rank_rates(world.device, regime.name)  # evaluation needs no plan
             sums = accumulation > 1 and spec.stage > 1  # sums are held between micro-steps
-            steps_at_once = make is not None and not looks_at_all and not sums and _is_adam(make, precision)
-            sizes = _state_sizes(model, world, regime, holds_gradients=not steps_at_once)
+            holds_gradients = make is None or looks_at_all or sums or not _steps_early(make, spec, precision)
+            sizes = _state_sizes(model, world, regime, holds_gradients=holds_gradients)
             local = ranks_per_host(world.mesh.world_size)
             self._world, self._model, self._owed = world, model, False
             recomputes = recomputes or recomputes_by_itself(model)
@@ -364,7 +365,7 @@ def _kept_by(make: Factory | None, precision: Precision) -> StateSize:
     return state_size(make([nn.Parameter(torch.empty(1, 1))]), precision.dtype, precision.master_dtype)
 
 
-def _is_adam(make: Factory, precision: Precision) -> bool:
-    """Return True if our kernels can run an optimizer; they step each chunk separately."""
-    made = make([nn.Parameter(torch.empty(1))])
-    return optimizer_kind(made, {(precision.dtype, precision.master_dtype)}) == "adam"
+def _steps_early(make: Factory, spec: ZeroSpec, precision: Precision) -> bool:
+    """Return True if an optimizer can step each chunk as soon as its gradient is complete."""
+    made = make([nn.Parameter(torch.empty(1, 1))])
+    return steps_early(made, precision.dtype, precision.master_dtype, disk=spec.offload_path is not None)

@@ -99,11 +99,20 @@ class StateLayout(NamedTuple):
         like: dtype of each tensor that has one number an element, by key.
         others: keys of what is neither that nor a single number.
         changed: the optimizer's own attributes that a step changes.
+        settings: of its groups, those that a step changes.
+        draws: it draws random numbers.
     """
 
     like: dict[str, torch.dtype]
     others: tuple[str, ...]
     changed: tuple[str, ...]
+    settings: tuple[str, ...] = ()
+    draws: bool = False
+
+    @property
+    def steps_one_by_one(self) -> bool:
+        """True if parameters can be stepped at different times, each once: a step changes nothing but their state."""
+        return not (self.others or self.changed or self.settings or self.draws)
 
 
 def state_layout(optimizer: torch.optim.Optimizer, dtype: torch.dtype, *, with_state: bool = False) -> StateLayout:
@@ -120,16 +129,21 @@ def state_layout(optimizer: torch.optim.Optimizer, dtype: torch.dtype, *, with_s
     like: dict[str, torch.dtype] = {}
     others: list[str] = []
     changed: list[str] = []
+    settings: list[str] = []
+    draws = False
     try:
         with torch.random.fork_rng(devices=[]), torch.enable_grad():
             for group in optimizer.param_groups:
                 parameter = nn.Parameter(torch.ones(3, dtype=dtype))
                 twin = _twin(optimizer, group, [parameter], with_state=with_state)
                 before = {key: copy.deepcopy(value, {id(parameter): parameter}) for key, value in _own(twin).items()}
+                given, seed = copy.deepcopy(_settings(twin)), torch.random.get_rng_state()
                 for _ in range(_STEPS):
                     parameter.grad = torch.ones_like(parameter)
                     twin.step()
                 changed += [key for key, value in _own(twin).items() if not _is_same(value, before.get(key))]
+                settings += [key for key, value in _settings(twin).items() if not _is_same(value, given.get(key))]
+                draws |= not torch.equal(seed, torch.random.get_rng_state())
                 for key, value in twin.state.get(parameter, {}).items():
                     if isinstance(value, Tensor) and value.shape == parameter.shape:
                         like[key] = value.dtype
@@ -140,13 +154,22 @@ def state_layout(optimizer: torch.optim.Optimizer, dtype: torch.dtype, *, with_s
             f"{type(optimizer).__name__} could not be tried out on a parameter of three elements ({type(error).__name__}: "
             f"{error}), which shows what it keeps"
         ) from error
-    return StateLayout(like, tuple(dict.fromkeys(others)), tuple(dict.fromkeys(changed)))
+    return StateLayout(like, _once(others), _once(changed), _once(settings), draws)
+
+
+def _once(names: Sequence[str]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(names))
 
 
 def _own(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Return an optimizer's own attributes, without those that torch keeps."""
     torchs = ("param_groups", "state", "step", "defaults", "_opt_called")
     return {key: value for key, value in vars(optimizer).items() if key not in torchs and not key.endswith("_hooks")}
+
+
+def _settings(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return the settings of an optimizer's one group."""
+    return {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
 
 
 def _is_same(value: Any, before: Any) -> bool:

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from meshfold.zero_gemini.optimizer.adam import AdamStepper
 from meshfold.zero_gemini.optimizer.disk_state import DiskSettings
-from meshfold.zero_gemini.optimizer.dispatch import OptimizerKind, StateSize, optimizer_kind, state_size
+from meshfold.zero_gemini.optimizer.dispatch import (
+    OptimizerKind,
+    StateSize,
+    optimizer_kind,
+    state_size,
+    steps_early,
+)
 from meshfold.zero_gemini.optimizer.elementwise import GeneralStepper
 from meshfold.zero_gemini.optimizer.interface import EarlyStepper, Entry, Stepper
 from meshfold.zero_gemini.optimizer.kernel_runs import StepKind, StepTiming
@@ -24,4 +30,5 @@ __all__ = [
     "Stepper",
     "optimizer_kind",
     "state_size",
+    "steps_early",
 ]

@@ -146,6 +146,10 @@ class AdamStepper(AdamValues):
     def one_by_one(self) -> AdamStepper:
         return self
 
+    @property
+    def early(self) -> AdamStepper:
+        return self
+
     def stream_on_gpu(self, streaming: GpuStreaming | None) -> None:
         """Let the device step those of the host's chunks that it can take before the cores do. Call :meth:`finish` before.
 
@@ -364,7 +368,7 @@ class AdamStepper(AdamValues):
 
     def done_with(self, chunk: Chunk) -> None:
         """Wait until a chunk's gradient is no longer needed."""
-        self.faults.keep(partial(self._worker.wait_moments, chunk))
+        self._worker.let_go(chunk, self.faults)
 
     def close(self) -> None:
         """Finish all steps, end the thread, remove the files on disk, and release all memory.

@@ -18,11 +18,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import NamedTuple, TypeVar
 
 import torch
 
 from meshfold.zero_gemini.chunks.chunk import Chunk
+from meshfold.zero_gemini.errors import Faults
 from meshfold.zero_gemini.memory.copies import Arrival
 
 Work = Callable[[], None]
@@ -131,6 +133,15 @@ class Worker:
         """Wait until the chunk's whole step is done, and its gradient is no longer needed."""
         self.wait_parameters(chunk)
         self._end(self._moments.pop(chunk, None))
+
+    def let_go(self, chunk: Chunk, faults: Faults) -> None:
+        """Wait until a chunk's gradient is no longer needed. ``faults`` keeps the step's error, unless one was reported before."""
+        reported = self.failed
+        try:
+            faults.keep(partial(self.wait_moments, chunk))
+        except Exception:
+            if not reported:
+                raise
 
     def wait(self, but: Collection[Chunk] = ()) -> None:
         """Wait until everything is done, except the steps of some chunks."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from meshfold.mesh.parameters import OptimizerProbeError, state_layout
+from meshfold.mesh.parameters import OptimizerProbeError, StateLayout, state_layout
 from meshfold.zero_gemini.chunks.chunk import Chunk
 from meshfold.zero_gemini.errors import MemoryPlanError
 from meshfold.zero_gemini.optimizer.disk_buffers import Piece
@@ -64,6 +64,7 @@ class ChunksOnDisk:
         self.disk = DiskPlanes(settings)
         self.held: dict[Chunk, ChunkOnDisk] = {}
         self._planes: dict[torch.dtype, tuple[Plane, ...]] = {}
+        self._layouts: dict[torch.dtype, StateLayout] = {}
 
     def planes_of(self, dtype: torch.dtype) -> tuple[Plane, ...]:
         """Return the planes of a chunk that the model computes with in this dtype; none if there is nothing to store.
@@ -75,7 +76,7 @@ class ChunksOnDisk:
             master, name = self._dtype or dtype, type(self._optimizer).__name__
             instead = "use adamw, or keep it on the host (leave offload_path out)"
             try:
-                layout = state_layout(self._optimizer, master, with_state=self._with_state)
+                layout = self._layout(master)
             except OptimizerProbeError as error:
                 raise MemoryPlanError(f"the state of {name} cannot be on disk: {error}; {instead}") from error
             if layout.others:
@@ -91,6 +92,18 @@ class ChunksOnDisk:
             wide = (Plane(MASTER, master),) if master != dtype else ()
             self._planes[dtype] = wide + tuple(Plane(key, kind) for key, kind in layout.like.items())
         return self._planes[dtype]
+
+    def _layout(self, master: torch.dtype) -> StateLayout:
+        if master not in self._layouts:
+            self._layouts[master] = state_layout(self._optimizer, master, with_state=self._with_state)
+        return self._layouts[master]
+
+    def steps_one_by_one(self, dtypes: Iterable[torch.dtype]) -> bool:
+        """Return True if chunks can be stepped at different times; ``dtypes``: that the model computes with."""
+        try:
+            return all(self._layout(self._dtype or dtype).steps_one_by_one for dtype in dtypes)
+        except OptimizerProbeError:
+            return False
 
     def check_keys(self, dtype: torch.dtype, keys: set[str]) -> None:
         """Check that there is room for tensors of the state; ``dtype``: as of :meth:`planes_of`.

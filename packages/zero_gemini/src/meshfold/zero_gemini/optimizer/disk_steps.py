@@ -2,8 +2,10 @@
 
 The files and buffers are Adam's (:mod:`meshfold.zero_gemini.optimizer.disk_state`). A piece has the tensors that the optimizer
 keeps for its elements, found by trying it out, and the master weights unless the model computes with them. Single numbers, such as
-step counts, stay in memory. For each piece the optimizer's groups get parameters that are views of it. Every call sees the settings
-and the numbers from before the step, as if there was one call.
+step counts, stay in memory. A piece is stepped by a twin of the optimizer, whose parameters are views of it. Every twin sees the
+settings and the numbers from before the step, as if there was one call.
+
+Without norms, chunks can be stepped one by one during the backward (:mod:`meshfold.zero_gemini.optimizer.steps_in_backward`).
 
 An optimizer that needs norms of whole tensors steps twice. The first time it steps on copies, until it asks for the norms, and its
 sums are noted. All ranks add up the sums of all tensors, in the one all-reduce of the chunks in memory. The second time it gets
@@ -13,7 +15,6 @@ them and steps. State is read twice and written once.
 from __future__ import annotations
 
 import copy
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, NoReturn
@@ -30,6 +31,7 @@ from meshfold.zero_gemini.optimizer.disk_state import DiskSettings
 from meshfold.zero_gemini.optimizer.kernel_runs import StepTimer
 from meshfold.zero_gemini.optimizer.master_weights import cut
 from meshfold.zero_gemini.optimizer.shard_norms import part_of
+from meshfold.zero_gemini.optimizer.twins import settings_of, twin_of
 
 Scale = float | Tensor
 
@@ -109,15 +111,9 @@ class DiskSteps(ChunksOnDisk):
         Raises:
             DiskError: on all ranks, if state on one of them could not be read or written.
         """
-        work = [
-            _Work(held, piece, gradients[chunk])
-            for chunk, held in self.held.items()
-            if chunk in gradients
-            for piece in held.pieces
-            if any(_common(part.shard_start, part.length, piece) and part.name in used for part in chunk.slices)
-        ]
+        work = self._work(gradients, used)
         scale = scale.cpu() if isinstance(scale, Tensor) else scale
-        settings = [{key: value for key, value in group.items() if key != "params"} for group in self._groups]
+        settings = settings_of(self._optimizer)
         self._found.clear()
         self.disk.ring.expect(one.piece for one in work)
         if getattr(self._optimizer, "sight", None) == "norms":
@@ -128,6 +124,25 @@ class DiskSteps(ChunksOnDisk):
         self._faults.keep(self.disk.ring.settle)
         self._faults.agree()
         self.disk.ring.expect(one.piece for one in work)  # of the next step
+
+    def step_one(self, chunk: Chunk, gradient: Tensor, used: set[str], settings: Sequence[Mapping[str, Any]]) -> None:
+        """Step on one chunk on disk, with the given settings of the groups; those of the optimizer stay as they are.
+
+        Raises:
+            DiskError: if its state could not be read or written.
+        """
+        self._found.clear()
+        self._step_all(self._work({chunk: gradient}, used), 1.0, used, settings, alone=True)
+
+    def _work(self, gradients: Mapping[Chunk, Tensor], used: set[str]) -> list[_Work]:
+        """Return the pieces on disk in which some parameter is used."""
+        return [
+            _Work(held, piece, gradients[chunk])
+            for chunk, held in self.held.items()
+            if chunk in gradients
+            for piece in held.pieces
+            if any(_common(part.shard_start, part.length, piece) and part.name in used for part in chunk.slices)
+        ]
 
     @property
     def _groups(self) -> list[dict[str, Any]]:
@@ -140,8 +155,10 @@ class DiskSteps(ChunksOnDisk):
         used: set[str],
         settings: Sequence[Mapping[str, Any]],
         each: Callable[[ChunkOnDisk, list[_Part]], None] = lambda held, parts: None,
+        *,
+        alone: bool = False,
     ) -> None:
-        """Step on every piece; ``each`` is called before, with what will be stepped."""
+        """Step on every piece; ``each`` is called before, with what will be stepped. ``alone``: as of :meth:`_call`."""
         for held, piece, gradient in work:
             with (
                 self._timings.clock("disk", piece.end - piece.begin),
@@ -149,7 +166,7 @@ class DiskSteps(ChunksOnDisk):
             ):
                 parts = self._parts(held, piece, views, gradient, scale, used)
                 each(held, parts)
-                for part, state in zip(parts, self._call(held, parts, settings), strict=True):
+                for part, state in zip(parts, self._call(held, parts, settings, alone=alone), strict=True):
                     self._take_over(held, part, state)
         self._settle_found()
 
@@ -280,30 +297,32 @@ class DiskSteps(ChunksOnDisk):
         return found
 
     def _call(
-        self, held: ChunkOnDisk, parts: Sequence[_Part], settings: Sequence[Mapping[str, Any]]
+        self,
+        held: ChunkOnDisk,
+        parts: Sequence[_Part],
+        settings: Sequence[Mapping[str, Any]],
+        *,
+        alone: bool = False,
     ) -> list[dict[str, Any]]:
-        """Let the optimizer step on some parts, from the given settings; return the state of each."""
-        state, all_params = self._optimizer.state, [group["params"] for group in self._groups]
-        own = vars(self._optimizer)
-        hooks = {name: own[name] for name in own if name.startswith("_optimizer_step_") and name.endswith("_hooks")}
+        """Let a twin of the optimizer step on some parts, from the given settings; return the state of each.
+
+        What it makes of the settings, the optimizer's groups get, unless it is ``alone``.
+        """
+        state = self._optimizer.state
         of: dict[Tensor, nn.Parameter] = {held.weights.parameters[part.name]: part.parameter for part in parts}
-        self._restore(settings)
-        own.update({name: OrderedDict() for name in hooks})  # called once a step, with the chunks in memory
-        try:
-            for group, params in zip(self._groups, all_params, strict=True):
-                group["params"] = [of[p] for p in params if p in of]
-            for part in parts:
-                numbers = copy.deepcopy(dict(state.get(held.weights.parameters[part.name], {})))
-                mine = {key: part.views[key] for key in held.present.get(part.name, ())}
-                if numbers or mine:
-                    state[part.parameter] = {**numbers, **mine}
-            self._optimizer.step()
-        finally:
-            own.update(hooks)
-            for group, params in zip(self._groups, all_params, strict=True):
-                group["params"] = params
-            states = [state.pop(part.parameter, {}) for part in parts]
-        return states
+        twin = twin_of(
+            self._optimizer, settings, of
+        )  # without hooks: they are called once a step, with the chunks in memory
+        for part in parts:
+            numbers = copy.deepcopy(dict(state.get(held.weights.parameters[part.name], {})))
+            mine = {key: part.views[key] for key in held.present.get(part.name, ())}
+            if numbers or mine:
+                twin.state[part.parameter] = {**numbers, **mine}
+        twin.step()
+        if not alone:
+            for group, found in zip(self._groups, settings_of(twin), strict=True):
+                group.update(found)
+        return [twin.state.get(part.parameter, {}) for part in parts]
 
     def _restore(self, settings: Sequence[Mapping[str, Any]]) -> None:
         """Undo what a step changed in the groups."""

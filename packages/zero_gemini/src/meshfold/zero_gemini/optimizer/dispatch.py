@@ -101,7 +101,7 @@ class StateSize(NamedTuple):
 
 
 def state_size(optimizer: torch.optim.Optimizer, dtype: torch.dtype, master_dtype: torch.dtype) -> StateSize:
-    """Return the size of an optimizer's state: it is tried out, unless it is Adam. Of matrices it is taken for Adam's.
+    """Return the size of an optimizer's state: it is tried out, unless it is Adam. For matrices two numbers are assumed.
 
     Args:
         optimizer: with its groups; it is not changed and does not step.
@@ -112,14 +112,37 @@ def state_size(optimizer: torch.optim.Optimizer, dtype: torch.dtype, master_dtyp
         MemoryPlanError: for one that cannot run on chunks.
     """
     kind = optimizer_kind(optimizer, [(dtype, master_dtype)])
-    if kind in ("adam", "matrices"):
+    if kind == "adam":
         return StateSize()
+    if kind == "matrices":
+        return StateSize(ours=False)
     try:
         like = state_layout(optimizer, master_dtype, with_state=bool(optimizer.state)).like
     except OptimizerProbeError:
-        return StateSize()
+        return StateSize(ours=False)
     moments = sum(one.itemsize for one in like.values()) / master_dtype.itemsize
     return StateSize(moments, ours=False, disk_reads=2 if kind == "norms" else 1)
+
+
+def steps_early(optimizer: torch.optim.Optimizer, dtype: torch.dtype, master_dtype: torch.dtype, *, disk: bool) -> bool:
+    """Return True if an optimizer can step each chunk once its gradient is complete; if not, all gradients are held.
+
+    Args:
+        optimizer: with its groups; it is not changed and does not step.
+        dtype: that the model computes in.
+        master_dtype: of the master weights.
+        disk: a folder is given for state on disk; without it only Adam steps chunk by chunk.
+
+    Raises:
+        MemoryPlanError: for one that cannot run on chunks.
+    """
+    kind = optimizer_kind(optimizer, [(dtype, master_dtype)])
+    if kind != "elementwise" or not disk:
+        return kind == "adam"
+    try:
+        return state_layout(optimizer, master_dtype, with_state=bool(optimizer.state)).steps_one_by_one
+    except OptimizerProbeError:
+        return False
 
 
 def adam_regime(optimizer: torch.optim.Optimizer, regime: str, seed: int) -> tuple[str, int]:

@@ -21,13 +21,14 @@ from meshfold.zero_gemini.optimizer.disk_steps import DiskSteps
 from meshfold.zero_gemini.optimizer.interface import Entry, StepsAtOnce
 from meshfold.zero_gemini.optimizer.kernel_runs import StepKind, StepTimer, StepTiming
 from meshfold.zero_gemini.optimizer.master_weights import Weights
+from meshfold.zero_gemini.optimizer.steps_in_backward import StepsInBackward
 
 
 class GeneralStepper(StepsAtOnce):
     """See :class:`meshfold.zero_gemini.optimizer.interface.Stepper`. A parameter without a gradient is left out by torch itself.
 
-    The optimizer makes its own state, which is accounted for once it exists. It steps all parameters in one call, so their
-    gradients are held until then, even without clipping.
+    The optimizer makes its own state, which is accounted for once it exists. With a disk it steps chunk by chunk in the backward if
+    nothing needs all gradients before (:attr:`early`). Else it steps all parameters in one call, and gradients are held until then.
     """
 
     def __init__(
@@ -57,6 +58,21 @@ class GeneralStepper(StepsAtOnce):
         self.disk: DiskSteps | None = None
         if disk is not None:
             self.disk = DiskSteps(optimizer, disk, dtype, self._faults, self._timings, with_state=with_state)
+        self._early: StepsInBackward | None = None
+
+    @property
+    def early(self) -> StepsInBackward | None:
+        """Steps of single chunks during the backward, of a model whose chunks are all adopted.
+
+        None without a disk, for an optimizer that needs norms, and for one whose step changes more than its state.
+        """
+        norms = getattr(self.optimizer, "sight", None) == "norms"
+        dtypes = {chunk.dtype for chunk in self._weights}
+        if self._early is None and self.disk is not None and not norms and self.disk.steps_one_by_one(dtypes):
+            self._early = StepsInBackward(
+                self.optimizer, self.disk, self._weights, self._faults, self._timings, self._count_chunk
+            )
+        return self._early
 
     def reserve(self, shards: Iterable[tuple[torch.dtype, int]]) -> None:
         """Reserve room on disk for chunks that are about to be adopted on, or moved to, disk.
@@ -261,9 +277,19 @@ class GeneralStepper(StepsAtOnce):
         self._count_state()
 
     def finish(self) -> None:
-        """Wait until state is on the disk; a step is complete when :meth:`step` returns."""
-        if self.disk is not None:
+        """Finish steps of a backward, and wait until state is on the disk."""
+        succeeded = self._early is None or self._early.finish()
+        if self.disk is not None and succeeded:
             self._faults.keep(self.disk.disk.ring.settle)
+
+    def steps_in_background(self, chunk: Chunk) -> bool:
+        """Return True for a chunk off the device, if chunks are stepped during the backward."""
+        return self._early is not None and chunk in self._weights and self._weights[chunk].place != "device"
+
+    def done_with(self, chunk: Chunk) -> None:
+        """Wait until the step of a chunk has read its gradient."""
+        if self._early is not None:
+            self._early.done_with(chunk)
 
     def state_bytes(self, dtype: torch.dtype) -> float:
         """Return the bytes an element of what the optimizer keeps, found by trying it out, and of wider master weights."""
@@ -314,13 +340,15 @@ class GeneralStepper(StepsAtOnce):
         Raises:
             DiskError: if state could not be written and that was not reported yet.
         """
-        reported = self._faults.is_reported
+        reported = self._faults.is_reported or (self._early is not None and self._early.failed)
         try:
             self.finish()
         except Exception:
             if not reported:
                 raise
         finally:
+            if self._early is not None:
+                self._early.close()
             self.optimizer.state.clear()
             self._count_state()
             for weights in self._weights.values():
@@ -380,9 +408,12 @@ class GeneralStepper(StepsAtOnce):
         Raises:
             OutOfBudget: if the optimizer took more than was left.
         """
-        for weights in self._weights.values():
-            for parameter in weights.parameters.values():
-                self._count_one(weights, parameter)
+        for chunk in self._weights:
+            self._count_chunk(chunk)
+
+    def _count_chunk(self, chunk: Chunk) -> None:
+        for parameter in self._weights[chunk].parameters.values():
+            self._count_one(self._weights[chunk], parameter)
 
     def _count_one(self, weights: Weights, parameter: nn.Parameter) -> None:
         counted = self._counted.setdefault(parameter, {})

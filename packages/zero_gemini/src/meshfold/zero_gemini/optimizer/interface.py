@@ -135,7 +135,11 @@ class Stepper(Protocol):
 
     @property
     def one_by_one(self) -> AdamStepper | None:
-        """The stepper, if it steps chunks one by one: early, speculatively or by GPU streaming. None otherwise."""
+        """The stepper, if it steps chunks speculatively or by GPU streaming, or defers all steps. None otherwise."""
+
+    @property
+    def early(self) -> EarlyStepper | None:
+        """Steps of single chunks during the backward; None if it needs all gradients. Asked once all chunks are adopted."""
 
 
 class StoredParts(Protocol):
@@ -198,6 +202,11 @@ class StepsAtOnce:
     @property
     def one_by_one(self) -> None:
         """Return None: one call steps all chunks."""
+
+    @property
+    def early(self) -> EarlyStepper | None:
+        """Return None: the call needs all gradients."""
+        return None
 
     def begin(self) -> None:
         """Recreate the state of an optimizer that makes it at construction. Call it once the groups have their parameters."""

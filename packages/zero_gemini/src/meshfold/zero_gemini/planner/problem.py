@@ -107,6 +107,8 @@ class Case:
     def strategies(self) -> tuple[str, ...]:
         """Strategies of the optimizer step that the workload and the machine allow."""
         found = self.workload.strategies
+        if self.workload.steps_at_once:
+            return (SPLIT_STEP,)
         if found is None:
             found = (SPLIT_STEP, SPECULATIVE_STEP) if self.workload.clipping else (NONE,)
         return (*found, SPLIT_STEP_ON_DEVICE) if SPLIT_STEP in found and self.machine.gpu_streaming else found

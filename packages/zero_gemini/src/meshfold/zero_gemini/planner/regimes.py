@@ -27,6 +27,8 @@ class Regime:
     """also read by a pass into a second copy: its old values, which caches load before they are overwritten."""
     disk_reads: int = 1
     """times that a step reads state on disk; it writes it once."""
+    ours: bool = True
+    """kernels of ours step, each chunk by itself; else torch, all chunks together unless it steps them during the backward."""
 
     @property
     def out_of_place(self) -> float:
@@ -76,6 +78,7 @@ class Regime:
             first_pass=step,
             second_pass=0,
             disk_reads=disk_reads,
+            ours=False,
         )
 
     def with_gradient(self, gradient: float) -> Regime:

@@ -36,6 +36,9 @@ then go through the host's memory before the forward, and the cores write all mo
 per step, each later one adds a forward and a backward in which nothing is stepped. A speculative step takes (1 - q) of the first
 form and q of the second, with the wasted step in its backward; q is the share of steps that clip. There too the device steps a
 share of the host's chunks, in proportion to the rates of device and cores.
+
+Optimizers that step all chunks in one call hide nothing of it: a phase of its own between backward and forward
+(``Workload.steps_at_once``).
 """
 
 from __future__ import annotations
@@ -81,7 +84,14 @@ def seconds_table(workload: Workload, machine: Machine, strategy: str) -> tuple[
         phases.append(Phase(name=name, weight=weight, start=start, stop=len(build.names)))
 
     q = workload.clip_probability
-    if strategy == NONE and gradient_ring(workload):
+    if workload.steps_at_once:
+        _forward_alone(build, loads)
+        close("forward", 1.0)
+        _backward(build, loads, NONE)
+        close("backward", 1.0)
+        _step_alone(build, loads)
+        close("optimizer", 1.0)
+    elif strategy == NONE and gradient_ring(workload):
         _forward_alone(build, loads)
         close("forward", 1.0)
         _stepped_backward(build, loads)
@@ -89,7 +99,8 @@ def seconds_table(workload: Workload, machine: Machine, strategy: str) -> tuple[
     elif strategy == NONE or (strategy == SPECULATIVE_STEP and q < 1):
         _overlapped(build, loads, strategy)
         close("step", 1.0 if strategy == NONE else 1 - q)
-    if strategy in (SPLIT_STEP, SPLIT_STEP_ON_DEVICE) or (strategy == SPECULATIVE_STEP and q > 0):
+    in_halves = strategy in (SPLIT_STEP, SPLIT_STEP_ON_DEVICE) and not workload.steps_at_once
+    if in_halves or (strategy == SPECULATIVE_STEP and q > 0):
         weight = q if strategy == SPECULATIVE_STEP else 1.0
         _forward(build, loads, strategy)
         close("forward", weight)
@@ -171,6 +182,17 @@ def _forward_alone(build: Builder, loads: Loads) -> None:
     build.add("h2d", chunk=up / machine.h2d)
     build.add("host memory", chunk=up / machine.host_memory)
     build.add("collectives", base=loads.gather_forward)
+
+
+def _step_alone(build: Builder, loads: Loads) -> None:
+    """Add a step that nothing hides: of the chunks in memory, then of those on disk, read and written beside their steps."""
+    step = loads.regime.step * loads.elems
+    build.add("compute", chunk=loads.gpu_step)
+    build.add("host memory", chunk=(step + loads.disk_traffic()) / loads.machine.host_memory)
+    build.add("cpu optimizer", chunk=loads.cpu())
+    build.add("disk", chunk=loads.disk_seconds())
+    in_memory = loads.regime.step * loads.split / loads.machine.host_memory
+    build.add(f"{TAIL} optimizer", chunk=in_memory + loads.disk_seconds())
 
 
 def _stepped_backward(build: Builder, loads: Loads) -> None:

@@ -217,6 +217,11 @@ class Workload:
         return len(self.non_model_bytes)
 
     @property
+    def steps_at_once(self) -> bool:
+        """True if all steps are made between backward and forward: torch makes them, and needs all gradients."""
+        return self.clipping and not self.regime.ours
+
+    @property
     def adds_up_on_device(self) -> bool:
         """True if gradients of whole chunks stay on the device until the last micro-step: stage 1 sums over the ranks then."""
         return self.stage == 1 and self.accumulation > 1

@@ -260,8 +260,8 @@ class ChunkedModel(ParameterValues):
         self._units = find_units(model)
         light = light_units(self.uses())
         calls = OpenCalls({unit: self._chunks_of_unit(unit) for unit in self._units})
-        adam = None if self._stepper is None else self._stepper.one_by_one
-        self._early = None if adam is None else EarlySteps(adam, calls, self.memory)
+        adam, early = (None, None) if self._stepper is None else (self._stepper.one_by_one, self._stepper.early)
+        self._early = None if early is None else EarlySteps(early, calls, self.memory)
         self._speculative = None if adam is None else SpeculativeSteps(adam)
         self._pending = PendingSteps(self._stepper, self.chunks, self._faults, self._early)
         self._runtime = Runtime(
