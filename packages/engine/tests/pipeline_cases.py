@@ -169,3 +169,16 @@ def relay(legs: list[tuple[int, dict[str, Any]]], leg: Callable[..., Any], folde
         losses += found[0][0]
         state = found[0][2]
     assert_same((losses, state), (unbroken[0], unbroken[2]), "relay", 1e-8)
+
+
+def optimizer_leg(
+    optimizer: dict[str, Any], parallel: dict[str, Any], load: str, save: str, given: list[dict[str, Tensor]]
+) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor]]:
+    """A leg of :func:`relay` with an optimizer."""
+    with engine_of(parallel, "two", optimizer=optimizer) as engine:
+        if load:
+            engine.load(load)
+        loaded = engine.full_state_dict()
+        losses = [engine.train_step(engine.shard_batch(batch)) for batch in given]
+        engine.save(save)
+        return losses, loaded, engine.full_state_dict()

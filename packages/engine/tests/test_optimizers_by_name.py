@@ -23,7 +23,7 @@ from meshfold.optimizers import Adafactor, AdafactorHF, Came, Lamb, Lars, Lion, 
 
 sys.path.append(str(Path(__file__).parent))  # for the helpers beside this file, on every rank
 import expert_cases
-from pipeline_cases import MODELS, Case, batches, compare, engine_of, relay, steps_alone
+from pipeline_cases import MODELS, Case, batches, compare, engine_of, optimizer_leg, relay, steps_alone
 
 STEPS, FEW = 10, 4  # of the tests that have every spec, and of those that have a diagonal
 SMALL: dict[str, dict[str, Any]] = {
@@ -360,36 +360,24 @@ def test_all_norms_are_summed_in_one_collective_a_step(name: str) -> None:
             assert sent == ([] if over is None else [("all_reduce", over, size)])
 
 
-def leg(
-    name: str, parallel: dict[str, Any], load: str, save: str, given: list[dict[str, Tensor]]
-) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor]]:
-    with engine_of(parallel, "two", optimizer=SMALL[name]) as engine:
-        if load:
-            engine.load(load)
-        loaded = engine.full_state_dict()
-        losses = [engine.train_step(engine.shard_batch(batch)) for batch in given]
-        engine.save(save)
-        return losses, loaded, engine.full_state_dict()
-
-
 @pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["lamb", "lars"])
 def test_state_of_zero_3_goes_on_under_tensor_parallelism(name: str, tmp_path: Path) -> None:
-    relay([(4, ZERO[2]), (2, TENSOR[0]), (2, PIPELINE[0])], leg, tmp_path, name)
+    relay([(4, ZERO[2]), (2, TENSOR[0]), (2, PIPELINE[0])], optimizer_leg, tmp_path, SMALL[name])
 
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["adafactor_hf", "came"])
 def test_state_of_owners_goes_on_elsewhere(name: str, tmp_path: Path) -> None:
-    relay([(4, ZERO[2]), (2, PIPELINE[0])], leg, tmp_path, name)
+    relay([(4, ZERO[2]), (2, PIPELINE[0])], optimizer_leg, tmp_path, SMALL[name])
 
 
 def test_projections_go_on_under_another_spec(tmp_path: Path) -> None:
-    relay([(2, ZERO[2]), (2, TENSOR[0])], leg, tmp_path, "galore_8bit")
+    relay([(2, ZERO[2]), (2, TENSOR[0])], optimizer_leg, tmp_path, SMALL["galore_8bit"])
 
 
 def test_state_of_muon_goes_on_without_zero(tmp_path: Path) -> None:
-    relay([(4, ZERO[2]), (2, {})], leg, tmp_path, "muon")
+    relay([(4, ZERO[2]), (2, {})], optimizer_leg, tmp_path, SMALL["muon"])
 
 
 @pytest.mark.slow
@@ -405,13 +393,13 @@ def test_state_of_muon_goes_on_without_zero(tmp_path: Path) -> None:
 def test_state_of_zero_3_goes_on_through_other_specs(
     name: str, legs: list[tuple[int, dict[str, Any]]], tmp_path: Path
 ) -> None:
-    relay([(4, ZERO[2]), *legs], leg, tmp_path, name)
+    relay([(4, ZERO[2]), *legs], optimizer_leg, tmp_path, SMALL[name])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SMALL)
 def test_state_of_zero_3_beside_2d_goes_on_under_1d(name: str, tmp_path: Path) -> None:
-    relay([(8, EIGHT[2]), (2, TENSOR[0]), (4, PIPELINE_TENSOR[0]), (1, {})], leg, tmp_path, name)
+    relay([(8, EIGHT[2]), (2, TENSOR[0]), (4, PIPELINE_TENSOR[0]), (1, {})], optimizer_leg, tmp_path, SMALL[name])
 
 
 @pytest.mark.parametrize("cls", [torch.optim.Adafactor, torch.optim.Muon])

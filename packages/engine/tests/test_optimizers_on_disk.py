@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch import Tensor
 
 from meshfold.mesh import record
 from meshfold.mesh.testing import run_on_ranks
 
 sys.path.append(str(Path(__file__).parent))  # for the helpers beside this file, on every rank
-from pipeline_cases import MODELS, batches, compare, engine_of, relay, steps_alone
+from pipeline_cases import MODELS, batches, compare, engine_of, optimizer_leg, relay, steps_alone
 
 STEPS = 10
 OPTIMIZERS: dict[str, dict[str, Any]] = {
@@ -34,6 +33,16 @@ def test_ten_steps_on_two_ranks_are_those_of_one_process(tmp_path: Path) -> None
     cases: list[Any] = [(on_disk(tmp_path), "two", {"optimizer": one}) for one in OPTIMIZERS.values()]
     compare(2, cases, batches(STEPS), steps_alone, 1e-12)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["lion", "sgd"])
+def test_ten_steps_in_the_backward_are_those_of_one_process(name: str, tmp_path: Path) -> None:
+    """Without clipping: each chunk as soon as its gradient is complete."""
+    settings: dict[str, Any] = {"optimizer": OPTIMIZERS[name], "clip_grad_norm": None}
+    compare(2, [(on_disk(tmp_path), "two", settings)], batches(STEPS), steps_alone, 1e-12)
+    with engine_of(on_disk(tmp_path), "two", **settings) as engine:
+        engine.train_step(batches(1)[0])
+        assert not engine.states.gemini.holds_gradients  # type: ignore[attr-defined]
 
 
 def collectives(folder: Path) -> list[Counter[tuple[str, int]]]:
@@ -84,19 +93,12 @@ def test_plans_without_a_disk_count_it_too(name: str, precision: str, state: int
         assert gemini.bytes_of(gemini.chunks[0])[1] == state * gemini.chunks[0].shard.numel()
 
 
-def leg(
-    name: str, parallel: dict[str, Any], load: str, save: str, given: list[dict[str, Tensor]]
-) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor]]:
-    with engine_of(parallel, "two", optimizer=OPTIMIZERS[name]) as engine:
-        if load:
-            engine.load(load)
-        loaded = engine.full_state_dict()
-        losses = [engine.train_step(engine.shard_batch(batch)) for batch in given]
-        engine.save(save)
-        return losses, loaded, engine.full_state_dict()
-
-
 @pytest.mark.parametrize("name", ["lamb", "sgd"])
 def test_state_goes_from_disk_to_memory_and_back(name: str, tmp_path: Path) -> None:
     (tmp_path / "scratch").mkdir()
-    relay([(2, on_disk(tmp_path / "scratch")), (1, {}), (1, on_disk(tmp_path / "scratch"))], leg, tmp_path, name)
+    relay(
+        [(2, on_disk(tmp_path / "scratch")), (1, {}), (1, on_disk(tmp_path / "scratch"))],
+        optimizer_leg,
+        tmp_path,
+        OPTIMIZERS[name],
+    )
