@@ -28,8 +28,7 @@ from meshfold.engine.zero.process_settings import grow_segments, limit_allocator
 from meshfold.engine.zero.residency import Residency
 from meshfold.kernels import Fp8Weight
 from meshfold.mesh import SpecError
-from meshfold.mesh.parameters import metadata_on
-from meshfold.mesh.spec import ZeroSpec
+from meshfold.mesh.parameters import ROLE, metadata_on
 from meshfold.zero_gemini import BackwardRole, Gemini, Memory
 from meshfold.zero_gemini.machine_rates import measure_rank_rates, ranks_per_host
 from meshfold.zero_gemini.optimizer import DiskSettings, StateSize, state_size, steps_early
@@ -100,12 +99,18 @@ class ZeroStates:
             if world.pipelined:  # they accumulate gradients over micro-batches
                 accumulation = max(2, accumulation)
             summed = gradient_dtype(precision.dtype, precision.master_dtype, accumulation=accumulation, ranks=ranks)
-            kept = _kept_by(make, precision)
+            trial = None if make is None else make(_stand_ins(model))
+            kept = StateSize() if trial is None else state_size(trial, precision.dtype, precision.master_dtype)
             regime = regime_of(spec, precision, accumulation=accumulation, ranks=ranks, **kept._asdict())
             if world.device.type == "cuda" and spec.placement == "auto" and make is not None:
                 measure_rank_rates(world.device, regime.name)  # evaluation needs no plan
             sums = accumulation > 1 and spec.stage > 1  # sums are held between micro-steps
-            holds_gradients = make is None or looks_at_all or sums or not _steps_early(make, spec, precision)
+            holds_gradients = (
+                trial is None
+                or looks_at_all
+                or sums
+                or not steps_early(trial, precision.dtype, precision.master_dtype, disk=spec.offload_path is not None)
+            )
             sizes = _state_sizes(model, world, regime, holds_gradients=holds_gradients)
             local = ranks_per_host(world.mesh.world_size)
             self._world, self._model, self._owed = world, model, False
@@ -358,14 +363,12 @@ def _first_norm(model: nn.Module) -> str:
     return next(type(module).__name__ for module in model.modules() if keeps_statistics(module))
 
 
-def _kept_by(make: Factory | None, precision: Precision) -> StateSize:
-    """Return what a plan counts of an optimizer's state."""
-    if make is None:
-        return StateSize()
-    return state_size(make([nn.Parameter(torch.empty(1, 1))]), precision.dtype, precision.master_dtype)
-
-
-def _steps_early(make: Factory, spec: ZeroSpec, precision: Precision) -> bool:
-    """Return True if an optimizer can step each chunk as soon as its gradient is complete."""
-    made = make([nn.Parameter(torch.empty(1, 1))])
-    return steps_early(made, precision.dtype, precision.master_dtype, disk=spec.offload_path is not None)
+def _stand_ins(model: nn.Module) -> list[nn.Parameter]:
+    """Return parameters without memory instead of a model's trained ones, in their order, to try out an optimizer with."""
+    found = []
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            found.append(nn.Parameter(torch.empty((), device="cpu").expand(parameter.shape)))
+            if hasattr(parameter, ROLE):
+                setattr(found[-1], ROLE, getattr(parameter, ROLE))
+    return found or [nn.Parameter(torch.empty(0, device="cpu"))]
