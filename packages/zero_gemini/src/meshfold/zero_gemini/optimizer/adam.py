@@ -368,7 +368,7 @@ class AdamStepper(AdamValues):
 
     def done_with(self, chunk: Chunk) -> None:
         """Wait until a chunk's gradient is no longer needed."""
-        self._worker.let_go(chunk, self.faults)
+        self._worker.release_gradient(chunk, self.faults)
 
     def close(self) -> None:
         """Finish all steps, end the thread, remove the files on disk, and release all memory.

@@ -134,7 +134,7 @@ class Worker:
         self.wait_parameters(chunk)
         self._end(self._moments.pop(chunk, None))
 
-    def let_go(self, chunk: Chunk, faults: Faults) -> None:
+    def release_gradient(self, chunk: Chunk, faults: Faults) -> None:
         """Wait until a chunk's gradient is no longer needed. ``faults`` keeps the step's error, unless one was reported before."""
         reported = self.failed
         try:

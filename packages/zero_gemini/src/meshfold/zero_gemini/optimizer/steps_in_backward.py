@@ -135,7 +135,7 @@ class StepsInBackward:
         self._weights[chunk].show()
 
     def done_with(self, chunk: Chunk) -> None:
-        self._worker.let_go(chunk, self._faults)
+        self._worker.release_gradient(chunk, self._faults)
 
     def finish(self) -> bool:
         """Finish all pending steps; return True if they succeeded."""
