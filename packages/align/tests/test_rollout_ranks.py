@@ -108,6 +108,17 @@ def test_weights_go_by_the_stated_bytes() -> None:
         trainer.close()
 
 
+@ranks(3)
+def test_a_plan_of_memory_is_of_the_ranks_that_train(of_one_process: dict[str, Any]) -> None:
+    """It has no phase of rollouts, and steps are the same."""
+    trainer = TRAINERS["grpo"](parallel=SPECS["zero 3"], rollout=dict(ranks=1), memory=dict(gpu="1GiB"))
+    for found, one in zip(fit(trainer, 2), of_one_process["grpo"][0], strict=False):
+        assert found == pytest.approx(one, rel=1e-9, abs=1e-9)
+    if trainer.engines:
+        assert [phase.use.name for phase in trainer.phases.plan.phases] == ["score", "train policy"]
+    trainer.close()
+
+
 @ranks(2)
 def test_weights_every_second_step() -> None:
     trainer = grpo(rollout=dict(ranks=1, every=2), max_staleness=1, importance=dict(high=1.5))

@@ -14,7 +14,7 @@ from meshfold.mesh import SpecError, record
 from meshfold.mesh.collectives import all_gather_object
 from meshfold.mesh.processes import only_ranks
 from meshfold.mesh.testing import ranks
-from meshfold.models import GPT, GPTConfig, Llama, LlamaConfig
+from meshfold.models import GPT, GPTConfig, Llama, LlamaConfig, MoELlamaConfig
 
 
 def tied(layers: int = 2) -> nn.Module:
@@ -27,11 +27,14 @@ def grouped() -> nn.Module:
     return Llama(LlamaConfig(vocab_size=37, hidden=16, layers=2, heads=4, kv_heads=1, ffn=24))
 
 
-def counted() -> nn.Module:
-    """A buffer of whole numbers beside parameters."""
-    model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 3))
-    model[1].num_batches_tracked.fill_(7)
-    return model
+def experts() -> nn.Module:
+    """Ranks of the axis of experts have different ones."""
+    return Llama(MoELlamaConfig(vocab_size=37, hidden=16, layers=1, heads=2, ffn=16, experts=4, top_k=2, balance=0.0))
+
+
+def with_buffers() -> nn.Module:
+    """Statistics, and a whole number, beside parameters."""
+    return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6))
 
 
 def moved(build: Any, train: int, specs: tuple[Any, Any], **settings: Any) -> tuple[int, int, bool]:
@@ -79,7 +82,7 @@ def check(
     told = all_gather_object([nbytes, sends], everyone, torch.device("cpu"))
     sent, got = ([n for n, sender in told if sender is which] for which in (True, False))
     assert sum(sent) == sum(got) == whole * copies + width * more
-    assert max(got) <= whole * largest
+    assert max(got) <= (whole + width * more) * largest
 
 
 ZERO = dict(data=2, zero=dict(stage=3))
@@ -93,6 +96,8 @@ def test_on_three_ranks() -> None:
     check(tied, 1, {}, dict(data=2), copies=2)
     check(tied, 1, {}, ZERO, largest=0.51)
     check(tied, 2, dict(data=2), {}, precision="bf16")
+    check(experts, 2, dict(expert=2), {})
+    check(with_buffers, 2, dict(data=2), {}, more=6 + 6 + 1)
 
 
 @ranks(4)
