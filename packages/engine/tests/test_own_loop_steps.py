@@ -61,6 +61,35 @@ def test_a_step_by_hand_says_what_to_call(spec: str, optimizer: str, precision: 
     engine.close()
 
 
+@pytest.mark.parametrize("unscales", [False, True])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("spec", ["data", "zero 1", "zero 3"])
+@ranks(2)
+def test_a_scaler_of_ones_own_says_what_to_write(spec: str, optimizer: str, unscales: bool) -> None:
+    engine = Engine(gpt, SPECS[spec], optimizer=OPTIMIZERS[optimizer])
+    scaler, mine = torch.amp.GradScaler("cpu", init_scale=8.0), engine.shard_batch(IDS)
+    engine.backward(scaler.scale(engine(mine, labels=mine).loss))
+    assert engine.optimizer is not None
+    if unscales:
+        scaler.unscale_(engine.optimizer)
+    with pytest.raises(
+        TrainingError, match=r"by hand.*Leave the GradScaler out: with Engine\(\.\.\., precision='fp16'\)"
+    ):
+        scaler.step(engine.optimizer)
+    assert not {"grad_scale", "found_inf"} & set(vars(engine.optimizer))
+    engine.close()
+
+
+@ranks(2)
+def test_a_scaler_of_an_optimizer_of_ones_own_says_what_to_write() -> None:
+    with Engine(gpt, SPECS["zero 1"], optimizer="sgd") as engine:
+        own = torch.optim.SGD(engine.model.parameters(), lr=0.1)
+        scaler, mine = torch.amp.GradScaler("cpu", init_scale=8.0), engine.shard_batch(IDS)
+        engine.backward(scaler.scale(engine(mine, labels=mine).loss))
+        with pytest.raises(TrainingError, match="Leave the GradScaler out"):
+            scaler.step(own)
+
+
 def test_a_closed_engine_lets_its_optimizer_go() -> None:
     model = torch.nn.Linear(4, 1, bias=False)
     engine = Engine(model, optimizer=dict(name="sgd", lr=1.0))
@@ -68,5 +97,6 @@ def test_a_closed_engine_lets_its_optimizer_go() -> None:
     model(torch.ones(1, 4)).sum().backward()
     before = model.weight.detach().clone()
     assert engine.optimizer is not None
+    assert not getattr(engine.optimizer, "_step_supports_amp_scaling", False)
     engine.optimizer.step()
     assert torch.equal(model.weight, before - 1.0)

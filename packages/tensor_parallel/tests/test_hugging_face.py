@@ -289,11 +289,13 @@ def call_with_masks() -> None:
     mask[0, :3] = mask[2, :1] = 0
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     labels[mask == 0] = -100
-    for kind, given in (
-        ("llama", dict(attention_mask=mask, position_ids=positions)),
-        ("opt", dict(attention_mask=mask)),
+    right = mask.flip(1)  # on the left, eager attention of a row without any key is nan
+    for kind, given, settings in (
+        ("llama", dict(attention_mask=mask, position_ids=positions), {}),
+        ("llama", dict(attention_mask=right), dict(attn_implementation="eager")),
+        ("opt", dict(attention_mask=mask), {}),
     ):
-        serial = exact_reference(seeded(partial(hugging_face, kind)))
+        serial = exact_reference(seeded(partial(hugging_face, kind, **settings)))
         wanted = serial(input_ids=ids, labels=labels, use_cache=False, **given).loss
         for mode, axes in COVERING[1:3]:
             model = copy.deepcopy(serial)

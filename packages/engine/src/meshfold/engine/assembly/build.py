@@ -23,7 +23,7 @@ from meshfold.engine.model.fp8_layers import Fp8Layers, check_fp8, use_fp8
 from meshfold.engine.model.ownership import AsGiven, check_free, claim
 from meshfold.engine.model.pipelined_model import PipelineSettings
 from meshfold.engine.model.recompute import RecomputedBlocks
-from meshfold.engine.optimizers import StepGuard, scheduler_of
+from meshfold.engine.optimizers import OWN_SCALER, StepGuard, scheduler_of
 from meshfold.engine.sequence import split_sequence
 from meshfold.engine.sequence.checks import check_given
 from meshfold.engine.states.protocols import States
@@ -128,7 +128,7 @@ def build(
     if layers.fp8 is not None and layers.fp8.weights is not None:
         layers.fp8.weights.watch(layers.compiled)
     opened.callback(NoCopies(part.model, world).close)
-    step_guard = StepGuard(states.optimizer, _BY_HAND)
+    step_guard = StepGuard(states.optimizer, _BY_HAND, scaler=OWN_SCALER)
     opened.callback(step_guard.close)
     if states.optimizer is not None:
         opened.callback(claim(part.model, engine, in_chunks=world.spec.zero is not None).close)

@@ -36,7 +36,15 @@ from meshfold.optimizers import (
     averaged,
 )
 
-__all__ = ["OPTIMIZERS", "Factory", "StepGuard", "check_optimizer_class", "note_roles", "optimizer_factory"]
+__all__ = [
+    "OPTIMIZERS",
+    "OWN_SCALER",
+    "Factory",
+    "StepGuard",
+    "check_optimizer_class",
+    "note_roles",
+    "optimizer_factory",
+]
 
 Scheduler: TypeAlias = torch.optim.lr_scheduler.LRScheduler
 Factory: TypeAlias = Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]
@@ -312,20 +320,35 @@ def _check(factory: Factory, value: object, whole: bool) -> None:
         )
 
 
+_SCALES = "_step_supports_amp_scaling"
+"""Attribute of an optimizer that torch's GradScaler reads."""
+OWN_SCALER = (
+    "Leave the GradScaler out: with Engine(..., precision='fp16') the engine scales the loss, unscales gradients and skips steps "
+    "that overflow; bf16 and float32 need no scale"
+)
+"""Advice on a GradScaler of a user's own."""
+
+
 class StepGuard:
     """Guard that refuses an optimizer's ``step()`` except from its owner, until it is closed.
 
     Gradients wait where they are summed over the ranks, and the optimizer gets them right before it steps. Called by hand,
-    ``optimizer.step()`` would find none and silently do nothing.
+    ``optimizer.step()`` would find none and silently do nothing. torch's ``GradScaler`` looks for gradients before it calls
+    ``step()``, except of an optimizer that says to scale by itself; with ``scaler`` a guarded one says so, to be called.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer | None, advice: str) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer | None, advice: str, *, scaler: str = "") -> None:
         """Args:
         optimizer: None for evaluation only, where nothing is guarded.
         advice: the mistake and the call to make instead, appended to the name of the method.
+        scaler: what to do instead, appended if a GradScaler called it.
         """
         self._advice, self._open = advice, False
         self._handle = None if optimizer is None else optimizer.register_step_pre_hook(self._before)
+        self._scaler, self._own = scaler, {} if optimizer is None else vars(optimizer)
+        self._scales = self._own.get(_SCALES)
+        if scaler:
+            self._own[_SCALES] = True
 
     @contextmanager
     def opened(self) -> Iterator[None]:
@@ -340,10 +363,17 @@ class StepGuard:
         """Release the optimizer; may be called twice."""
         if self._handle is not None:
             self._handle.remove()
+        if self._scaler:
+            self._own.pop(_SCALES, None)
+            self._own.update({} if self._scales is None else {_SCALES: self._scales})
 
     def _before(self, optimizer: torch.optim.Optimizer, *called: Any) -> None:
         """Raises:
         TrainingError: for a step outside the owner's.
         """
         if not self._open:
-            raise TrainingError(f"{type(optimizer).__name__}.step() {self._advice}")
+            own = vars(optimizer)
+            scaler = f". {self._scaler}" if self._scaler and "found_inf" in own else ""
+            for left in ("grad_scale", "found_inf"):  # a GradScaler sets them; a step that goes on would read them
+                own.pop(left, None)
+            raise TrainingError(f"{type(optimizer).__name__}.step() {self._advice}{scaler}")

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from meshfold.engine.errors import TrainingError
+from meshfold.engine.optimizers import OWN_SCALER
 from meshfold.engine.states.protocols import States
 from meshfold.mesh.parameters import GradientProxy, metadata
 
@@ -172,7 +173,10 @@ class ShownGradients:
         with self.complete(what):
             gradient = self._states.gradient(place)
         if gradient is None:
-            raise TrainingError(f"{what} was called on parameter.grad, which is sharded in chunks: {self._advice}")
+            scaler = f". {OWN_SCALER}" if "_amp_" in what else ""
+            raise TrainingError(
+                f"{what} was called on parameter.grad, which is sharded in chunks: {self._advice}{scaler}"
+            )
         return gradient
 
     def whole(self, place: int, what: str, *, alone: bool) -> Tensor:

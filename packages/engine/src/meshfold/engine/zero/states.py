@@ -262,6 +262,11 @@ class ZeroStates:
                 f"as {released[0]}. If a module computes with another module's parameter, move the computation into that module's "
                 "forward, or tie the parameter; or use stage 2."
             )
+            if "setStorage" in str(error):  # of a view that a backward has saved
+                error.add_note(
+                    "A gradient of gradients, as of a penalty after torch.autograd.grad(..., create_graph=True), reads parameters "
+                    "when their modules have run: write zero=dict(stage=2), where it is that of one process."
+                )
 
     def can_relieve(self, error: BaseException) -> bool:
         if self.gemini.is_half_stepped:

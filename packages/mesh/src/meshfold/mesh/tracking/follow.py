@@ -81,7 +81,8 @@ class Tracker(TorchDispatchMode):
         moved: the dims that tokens had before layers moved them to other ranks, by the number of the move less 1.
         flat: the residual stream has its tokens in one dim, where the model's code expects two.
         random_axes: axes along which ranks have the same data, or parts of it, and may draw different random numbers.
-        overlooked: ends of the names of files whose operations may mix shards, since their results are not used.
+        overlooked: ends of the names of files whose operations may mix shards: they count the rows that they have, and other
+            results are not used.
         inferred: which size of the ``unflatten`` under way the user has left open.
         asked: the sizes of the current view, as written.
         rows: where tensors have the rows of the batch.
@@ -256,6 +257,8 @@ class Tracker(TorchDispatchMode):
             return rule(call)
         except MixesError as error:
             if user_line()[0].endswith(self.overlooked or ("?",)):
+                if (rows := indexing.by_every_row(call)) is not None:
+                    return [rows]
                 return [unknown_dims(x.shape) if isinstance(x, Tensor) else () for x in as_list(call.out)]
             if call.name == "select" and self._is_for_its_shape():
                 number = call.number(call.given["dim"], len(call.first))

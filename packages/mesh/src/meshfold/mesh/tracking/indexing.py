@@ -94,6 +94,23 @@ def _index(call: Call) -> list[Dims]:
     return [check_axes_once((*kept[:first], *joined, *kept[first:]))]
 
 
+def by_every_row(call: Call) -> Dims | None:
+    """Return the layout of an index that takes all of a rank's rows in their order, as a mask of each row does; None for others.
+
+    Only for code that counts the rows that it has: where it counts a fixed number of them, that is another part of the batch.
+    """
+    if call.name != "index":
+        return None
+    dims, indices = call.dims_of(call.given["self"]), call.given["indices"]
+    if len(indices) != len(dims) or any(index is None or index.dtype in _BOOLS for index in indices):
+        return None
+    rows = indices[0]
+    wide = [place for place, n in enumerate(rows.shape, call.out.dim() - rows.dim()) if n > 1] or [0]
+    if any(is_split(dim) for dim in dims[1:]) or len(wide) > 1 or rows.flatten().tolist() != [*range(size_of(dims[0]))]:
+        return None
+    return tuple(dims[0] if place == wide[0] else whole(n) for place, n in enumerate(call.out.shape))
+
+
 def _outputs(dims: Dims, place: int, index: Tensor) -> Dims:
     """Return the layout of outputs of a fused layer that an index counts one after the other, as ``[-2]`` of Falcon's keys.
 
