@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from functools import cache, partial
 from typing import Any
 
@@ -16,6 +17,7 @@ from meshfold.engine.zero.memory import Pressure
 from meshfold.engine.zero.residency import Residency
 from meshfold.engine.zero.states import ZeroStates
 from meshfold.mesh import ParallelSpec
+from meshfold.mesh.model_io import ATTENTION_OF
 from meshfold.mesh.testing import ranks
 from meshfold.models import GPT, GPTConfig
 from meshfold.planner import Estimate, estimate, find_machine
@@ -72,9 +74,10 @@ def plan_of(engine: Engine) -> Plan:
 def kept(engine: Engine) -> tuple[str, ...]:
     """Blocks that keep their activations: what the plan says is what is done."""
     assert engine.recomputed_blocks is not None
-    made = tuple(layer.name for layer in plan_of(engine).layers if layer.kept)
-    assert engine.recomputed_blocks.kept == made
-    return made
+    made = {layer.name for layer in plan_of(engine).layers if layer.kept}
+    blocks = engine.recomputed_blocks
+    assert made == {*blocks.kept, *(ATTENTION_OF + name for name in blocks.with_attention)}
+    return blocks.kept
 
 
 def assert_same(engine: Engine, seen: list[float], wanted: Trained) -> None:
@@ -353,9 +356,10 @@ def test_meshfold_plan_prints_and_writes_it(capsys: pytest.CaptureFixture[str]) 
     ]
     assert main(words) == 0
     shown = capsys.readouterr().out
-    assert "layers (4 of 4 kept)" in shown and "blocks.0 … blocks.3 (4)  kept" in shown and "saved" in shown
+    assert "layers (4 of 4 kept)" in shown and re.search(r"blocks.0 … blocks.3 \(4\) +kept", shown) and "saved" in shown
     assert main([*words, "--json"]) == 0
     layers = json.loads(capsys.readouterr().out)["zero"]["layers"]
-    assert layers == [{"name": f"blocks.{i}", "kept": True} for i in range(4)]
+    names = [f"blocks.{i}" for i in range(4)]
+    assert layers == [{"name": name, "kept": True} for name in (*names, *(ATTENTION_OF + name for name in names))]
     assert main(["plan", "--model", "gpt-small", "--recompute", "auto"]) == 1
     assert "no entry zero" in capsys.readouterr().err

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshfold.mesh.errors import SpecError
+from meshfold.mesh.model_io import ATTENTION_OF
 from meshfold.zero_gemini.planner import (
     H200,
     REGIMES,
@@ -127,6 +128,44 @@ def test_a_plan_is_as_fast_as_exhaustive_search_and_within_the_limits(r: Random,
         check_within(best)
         assert ours.proved
         assert ours.seconds == pytest.approx(best.seconds, rel=1e-9)
+
+
+def with_attention(r: Random, workload: Workload) -> Workload:
+    """The same with the attention of each layer apart, which may save more or fewer seconds for a byte than the rest."""
+    layers, alone = [], []
+    for whole in workload.layers:
+        size, share = int(whole.kept_bytes * r.random()), r.random()
+        spent = whole.recompute_seconds
+        layers.append(replace(whole, kept_bytes=whole.kept_bytes - size, recompute_seconds=(1 - share) * spent))
+        alone.append(replace(whole, name=ATTENTION_OF + whole.name, kept_bytes=size, recompute_seconds=share * spent))
+    return replace(workload, layers=(*layers, *alone))
+
+
+@SOME
+@given(st.randoms(use_true_random=False), st.integers(1, 4), st.integers(1, 3))
+def test_a_layer_keeps_nothing_its_attention_or_all(r: Random, chunks: int, layers: int) -> None:
+    workload = with_attention(r, random_workload(r, chunks, layers))
+    limits = random_limits(r, workload, disk=r.random() < 0.5)
+    ours, best = made(workload, limits), made(workload, limits, exhaustive)
+    assert (ours is None) == (best is None)
+    for found in (ours, best):
+        if found is not None:
+            check_within(found)
+            kept = {layer.name for layer in found.layers if layer.kept}
+            assert all(ATTENTION_OF + name in kept for name in kept if not name.startswith(ATTENTION_OF))
+    if ours is not None and best is not None:
+        assert ours.seconds == pytest.approx(best.seconds, rel=1e-9)
+
+
+def test_many_chunks_keep_attention_before_the_rest() -> None:
+    for seed in range(8):
+        r = Random(seed)
+        workload = with_attention(r, random_workload(r, 20, 8))
+        found = made(workload, random_limits(r, workload, disk=False))
+        if found is not None:
+            check_within(found)
+            kept = {layer.name for layer in found.layers if layer.kept}
+            assert all(ATTENTION_OF + name in kept for name in kept if not name.startswith(ATTENTION_OF))
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -225,6 +225,24 @@ def test_layers_are_recomputed_or_kept() -> None:
     assert on_device(found, EMULATED).layers == roomy.layers
 
 
+def test_attention_that_is_dearer_than_the_rest_may_be_kept_alone() -> None:
+    dear = replace(layer("a", 60, 0.5, 0, 4, before=70), attention_bytes=10, attention_seconds=0.2)
+    cheap = replace(layer("b", 50, 0.5, 1, 3), attention_bytes=10, attention_seconds=0.1)
+    found = work(replace(trace("a", "b", "c"), layers=(dear, cheap)), use("x", a=7), use("y", b=7), use("z", c=7))
+    assert [x.name for x in found.layers] == ["a", "b", "attention of a"]
+    assert [x.kept_bytes for x in found.layers] == [50, 50, 10]
+    assert [x.recompute_seconds for x in found.layers] == pytest.approx([0.3, 0.5, 0.2])
+    assert found.layers[0].own_bytes + found.layers[2].own_bytes == max(0, 70 + 60 - found.non_model_bytes[5])
+    whole = work(
+        replace(trace("a", "b", "c"), layers=(replace(dear, attention_bytes=0), cheap)),
+        use("x", a=7),
+        use("y", b=7),
+        use("z", c=7),
+    )
+    both = layer_bytes(found)
+    assert (both[0, 1] + both[2, 1] == layer_bytes(whole)[0, 1]).all()  # all of it kept is all of it kept
+
+
 def test_a_kept_layer_counts_its_temporary_tensors_once() -> None:
     """Its forward without keeping peaks at 100 bytes; it begins at 40, leaves 50, and keeps 60 of which 30 are in that peak."""
     one = replace(layer("a", 60, 0.5, 0, 4), entered_bytes=40, forward_bytes=70)

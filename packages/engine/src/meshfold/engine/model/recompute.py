@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from meshfold.mesh import ParallelSpec, SpecError, did_you_mean
-from meshfold.mesh.model_io import DryRun, KeptAttention
+from meshfold.mesh.model_io import ATTENTION_OF, DryRun, KeptAttention
 from meshfold.mesh.tracking import uncompiled
 from meshfold.tensor_parallel.convert import recompute_contexts
 
@@ -240,10 +240,19 @@ class RecomputedBlocks:
         """Names of the blocks that keep their activations."""
         return tuple(name for name, wrapped in self._wrapped.items() if wrapped.kept)
 
+    @property
+    def with_attention(self) -> tuple[str, ...]:
+        """Names of the blocks that keep the results of attention when they recompute."""
+        return tuple(name for name, wrapped in self._wrapped.items() if wrapped.keeps_attention)
+
     def keep(self, names: Collection[str]) -> None:
-        """Make these blocks keep their activations and all others recompute them; call it between a backward and a forward."""
+        """Make these blocks keep their activations and all others recompute them; call it between a backward and a forward.
+
+        Args:
+            names: of blocks; with ``ATTENTION_OF`` before it, one that keeps the results of attention when it recomputes.
+        """
         for name, wrapped in self._wrapped.items():
-            wrapped.kept = name in names
+            wrapped.kept, wrapped.keeps_attention = name in names, ATTENTION_OF + name in names
 
     @contextmanager
     def without_random_numbers(self) -> Iterator[None]:

@@ -101,7 +101,7 @@ class CaptureRules:
         states, gemini = self._states, self._states.gemini
         placement = (
             states.residency.moves,
-            () if self._blocks is None else self._blocks.kept,
+            () if self._blocks is None else (self._blocks.kept, self._blocks.with_attention),
             tuple((each.parameters, each.state) for each in gemini.placements.values()),
             tuple(chunk.address for chunk in gemini.chunks),
         )

@@ -256,7 +256,8 @@ class Residency:
         With several ranks one may have run out while the others wait for it: then the error is raised.
         """
         alone = self._world.mesh.world_size == 1 and self._spec.placement == "auto"
-        if isinstance(error, torch.OutOfMemoryError | OutOfBudget) and alone and (self._on_device() or self._kept()):
+        keeps = self._kept() or (self._blocks is not None and self._blocks.with_attention)
+        if isinstance(error, torch.OutOfMemoryError | OutOfBudget) and alone and (self._on_device() or keeps):
             return True
         if is_out_of_memory(error):
             self.describe(error)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from meshfold.mesh.model_io.dry_run import DryRun, eval_mode, map_tensors, saved_for_backward
-from meshfold.mesh.model_io.kept_attention import KeptAttention, kept_attention
+from meshfold.mesh.model_io.kept_attention import ATTENTION_OF, KeptAttention, attention_seen, kept_attention
 from meshfold.mesh.model_io.labels import (
     IGNORE_INDEX,
     LABEL_NAMES,
@@ -27,6 +27,7 @@ from meshfold.mesh.model_io.live_bytes import LiveBytes
 from meshfold.mesh.model_io.operators import BACKWARD, FORWARD, REPEATED, Operator, OperatorCounter
 
 __all__ = [
+    "ATTENTION_OF",
     "BACKWARD",
     "FORWARD",
     "IGNORE_INDEX",
@@ -40,6 +41,7 @@ __all__ = [
     "Operator",
     "OperatorCounter",
     "ShardedOutput",
+    "attention_seen",
     "branch_starts",
     "check_position_ids",
     "count_targets",

@@ -13,6 +13,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -21,6 +22,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 T = TypeVar("T")
+
+ATTENTION_OF = "attention of "
+"""With the name of a block after it, the name of the results of attention in that block."""
 
 _OPERATORS = {
     "aten::_scaled_dot_product_flash_attention",
@@ -93,6 +97,13 @@ def kept_attention(name: str, compute: Callable[[], T], *inputs: Any) -> T:
     return found
 
 
+@contextmanager
+def attention_seen(see: Callable[[Callable[[], Any]], Any]) -> Iterator[None]:
+    """Context manager: pass each call of attention whose results could be kept to ``see``, which makes and returns it."""
+    with _Mode(lambda key, compute: see(compute)):
+        yield
+
+
 _now = threading.local()
 
 
@@ -125,6 +136,8 @@ class _Mode(TorchDispatchMode):
         """Pass a call of several operators, of which none counts on its own."""
         if self._apart:
             return compute()
+        if self._outer is not None:
+            compute = partial(self._outer.apart, key, compute)
         self._apart = True
         try:
             return self._meet(key, compute)

@@ -54,9 +54,14 @@ def orders(workload: Workload) -> Iterator[Ints]:
 
 
 def layer_order(workload: Workload) -> Ints:
-    """Return the layers by seconds saved per byte, most first; of equal ones the later first, which is kept for a shorter time."""
+    """Return the layers by seconds saved per byte, most first; of equal ones the later first, which is kept for a shorter time.
+
+    The results of a layer's attention come before its rest.
+    """
     layers = workload.layers
     worth = [layer.recompute_seconds / max(layer.kept_bytes, 1) for layer in layers]
+    for rest, attention in workload.attention_of().items():
+        worth[rest] = min(worth[rest], worth[attention])
     return np.array(sorted(range(len(layers)), key=lambda j: (-worth[j], -j)), dtype=np.int64)
 
 

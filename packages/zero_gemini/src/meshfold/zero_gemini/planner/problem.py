@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -30,7 +30,10 @@ from meshfold.zero_gemini.planner.workload import Limits, Workload
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Problem:
-    """One strategy and one mode. Rows of ``memory``: GPU at every timestep, host, disk; ``limits`` has the same rows, in bytes."""
+    """One strategy and one mode. Rows of ``memory``: GPU at every timestep, host, disk; ``limits`` has the same rows, in bytes.
+
+    ``attention``: of layers that are the rest of one with attention, the place of the latter among the layers.
+    """
 
     strategy: str
     mode: str
@@ -38,6 +41,7 @@ class Problem:
     phases: tuple[Phase, ...]
     memory: Table
     limits: Floats
+    attention: Mapping[int, int]
 
     @property
     def options(self) -> tuple[int, ...]:
@@ -77,6 +81,7 @@ class Problem:
             phases=(phase,),
             memory=self.memory,
             limits=limits,
+            attention=self.attention,
         )
 
 
@@ -118,7 +123,15 @@ class Case:
             self._seconds[strategy] = seconds_table(self.workload, self.machine, strategy)
         time, phases = self._seconds[strategy]
         memory = memory_table(self.workload, strategy, mode, self.gpu, self.machine.streaming_bytes)
-        return Problem(strategy=strategy, mode=mode, time=time, phases=phases, memory=memory, limits=self.bounds)
+        return Problem(
+            strategy=strategy,
+            mode=mode,
+            time=time,
+            phases=phases,
+            memory=memory,
+            limits=self.bounds,
+            attention=self.workload.attention_of(),
+        )
 
     def problems(self) -> Iterator[Problem]:
         """Yield every strategy in every mode; with everything on the GPU all strategies are the same."""

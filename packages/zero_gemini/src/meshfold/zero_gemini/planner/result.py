@@ -40,7 +40,7 @@ class ChunkPlan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerPlan:
-    """Choice for one layer: its activations are kept or recomputed."""
+    """Choice for one layer, or for the results of attention in one: its activations are kept or recomputed."""
 
     name: str
     kept: bool
@@ -130,14 +130,20 @@ def options_of(plan: Plan) -> Choice:
 
 
 def canonical(workload: Workload, choice: Choice) -> Choice:
-    """Return the choice with frozen chunks, which have no state, on the GPU or streamed; never streamed without stage 3."""
+    """Return the choice with frozen chunks, which have no state, on the GPU or streamed; never streamed without stage 3.
+
+    What is kept of a layer without the results of its attention is not kept.
+    """
     resident: Ints = choice.chunks
     if workload.stage < 3:
         resident = np.array([ALL_GPU, HOST_RESIDENT, HOST_RESIDENT, DISK_RESIDENT, DISK_RESIDENT])[choice.chunks]
     frozen = np.array([not chunk.trainable for chunk in workload.chunks])
     streamed = np.isin(resident, [HOST_STREAMED, DISK_STREAMED])
     chunks: Ints = np.where(frozen, np.where(streamed, HOST_STREAMED, ALL_GPU), resident)
-    return Choice(chunks=chunks, layers=choice.layers)
+    layers: Ints = choice.layers.copy()
+    for rest, attention in workload.attention_of().items():
+        layers[rest] &= layers[attention]
+    return Choice(chunks=chunks, layers=layers)
 
 
 def problem_of(case: Case, strategy: str, choice: Choice) -> Problem:

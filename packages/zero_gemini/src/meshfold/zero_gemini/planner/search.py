@@ -13,7 +13,7 @@ Lagrangian bounds, which put a price on memory (Fisher, 1981). For weights y of 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 
@@ -44,7 +44,10 @@ class Found:
 
 
 class _Items:
-    """Chunks and layers as items; each option of an item adds to sums of time and memory. Shape of one: (option, row)."""
+    """Chunks and layers as items; each option of an item adds to sums of time and memory. Shape of one: (option, row).
+
+    A layer and its attention are one item of three options: nothing is kept, the results of attention, or all.
+    """
 
     def __init__(self, problem: Problem) -> None:
         options = list(problem.options)
@@ -54,13 +57,39 @@ class _Items:
         rows = np.isfinite(problem.limits) & (most > problem.limits)  # the other limits always hold
         self.limits = problem.limits[rows]
         self.time_base, self.memory_base = problem.time.base, table.base[rows]
-        self.time = [*problem.time.chunk[:, options], *problem.time.layer]
-        self.memory = [*table.chunk[:, options][..., rows], *table.layer[..., rows]]
+        self.time = [*problem.time.chunk[:, options], *self._of_layers(problem.time.layer, problem.attention)]
+        self.memory = [
+            *table.chunk[:, options][..., rows],
+            *self._of_layers(table.layer[..., rows], problem.attention),
+        ]
 
     def choice(self, picks: Ints, problem: Problem) -> Choice:
         options = np.array(problem.options)
         chunks = options[picks[: self.chunks]]
-        return Choice(chunks=chunks, layers=picks[self.chunks :].astype(np.int64))
+        layers = np.zeros(self.layers, dtype=np.int64)
+        for place, pick in zip(_alone(self.layers, problem.attention), picks[self.chunks :].tolist(), strict=True):
+            attention = problem.attention.get(place)
+            layers[place] = pick if attention is None else pick == 2
+            if attention is not None:
+                layers[attention] = pick > 0
+        return Choice(chunks=chunks, layers=layers)
+
+    def _of_layers(self, found: Floats, attention: Mapping[int, int]) -> Iterator[Floats]:
+        """Yield the options of each layer that is no other one's attention."""
+        for place in _alone(self.layers, attention):
+            of = attention.get(place)
+            rest = found[place]
+            yield (
+                rest
+                if of is None
+                else np.stack([rest[0] + found[of][0], rest[0] + found[of][1], rest[1] + found[of][1]])
+            )
+
+
+def _alone(layers: int, attention: Mapping[int, int]) -> list[int]:
+    """Return the places of layers that are no other one's attention."""
+    others = set(attention.values())
+    return [place for place in range(layers) if place not in others]
 
 
 def branch_and_bound(problem: Problem, worst: float) -> Found:
@@ -230,7 +259,8 @@ class Best:
 
 def small(case: Case) -> bool:
     """Return True if the best choice is searched for and proved."""
-    return len(case.workload.chunks) <= EXACT_CHUNKS and len(case.workload.layers) <= EXACT_LAYERS
+    layers = len(case.workload.layers) - len(case.workload.attention_of())
+    return len(case.workload.chunks) <= EXACT_CHUNKS and layers <= EXACT_LAYERS
 
 
 def search(case: Case) -> Best | None:

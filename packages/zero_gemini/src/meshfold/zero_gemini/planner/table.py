@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import groupby
 
+from meshfold.mesh.model_io import ATTENTION_OF
 from meshfold.mesh.spec import format_bytes, format_table
 from meshfold.zero_gemini.planner.options import STRATEGIES
 from meshfold.zero_gemini.planner.result import Plan
@@ -52,12 +53,12 @@ def _limit(count: int) -> str:
 
 def _layer_rows(plan: Plan) -> list[tuple[str, ...]]:
     """Return rows for runs of layers that are all kept (bytes) or all recomputed (seconds)."""
-    count = sum(made.kept for made in plan.layers)
+    whole = [made.kept for made in plan.layers if not made.name.startswith(ATTENTION_OF)]
     rows: list[tuple[str, ...]] = [
-        (f"layers ({count} of {len(plan.layers)} kept)", "activations", "bytes", "seconds to recompute")
+        (f"layers ({sum(whole)} of {len(whole)} kept)", "activations", "bytes", "seconds to recompute")
     ]
     pairs = zip(plan.layers, plan.workload.layers, strict=True)
-    for kept, run in groupby(pairs, key=lambda pair: pair[0].kept):
+    for (kept, _), run in groupby(pairs, key=lambda pair: (pair[0].kept, pair[0].name.startswith(ATTENTION_OF))):
         layers = [layer for _, layer in run]
         held, seconds = sum(x.kept_bytes for x in layers), sum(x.recompute_seconds for x in layers)
         rows.append(

@@ -10,6 +10,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from meshfold.mesh import SpecError, with_old_names
+from meshfold.mesh.model_io import ATTENTION_OF
 from meshfold.zero_gemini.planner.options import NONE, STRATEGIES
 from meshfold.zero_gemini.planner.rates import Machine
 from meshfold.zero_gemini.planner.regimes import Regime
@@ -84,7 +85,11 @@ class ChunkCost:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layer:
-    """A layer whose activations are either kept or recomputed in the backward."""
+    """A layer whose activations are either kept or recomputed in the backward.
+
+    A layer with attention may be two: the results of attention, called ``ATTENTION_OF`` and its name, are kept alone or with the
+    rest of it, and the rest is not kept without them.
+    """
 
     name: str
     kept_bytes: int
@@ -243,6 +248,12 @@ class Workload:
     def channels(self) -> int:
         """Number of groups that have a push channel for chunks."""
         return len({chunk.channel for chunk in self.chunks if chunk.channel})
+
+    def attention_of(self) -> dict[int, int]:
+        """Return, for each layer that is the rest of one with attention, the place of its attention among the layers."""
+        places = {layer.name: j for j, layer in enumerate(self.layers)}
+        pairs = ((j, places.get(ATTENTION_OF + layer.name)) for j, layer in enumerate(self.layers))
+        return {rest: attention for rest, attention in pairs if attention is not None}
 
     def taking(self, *, forward: float, backward: float, kept: Collection[str]) -> Workload:
         """Return the same step with other compute times: scaled in each phase to the given sums.

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_iter
 
+from meshfold.mesh.model_io import attention_seen
 from meshfold.zero_gemini.profiler.clocks import Clock
 from meshfold.zero_gemini.profiler.trace import TracedLayer
 
@@ -74,9 +75,20 @@ class LayerWatch:
             known.add(key)  # autograd keeps it, so its address stays unique
             seen.bytes += -(-tensor.untyped_storage().nbytes() // self._round) * self._round
 
+        def attend(compute: Callable[[], Any]) -> Any:
+            begin = self._clock.mark()
+            made = compute()
+            seen.attention_marks.append((begin, self._clock.mark()))
+            seen.attention_bytes += sum(
+                -(-leaf.numel() * leaf.element_size() // self._round) * self._round
+                for leaf in tree_iter(made)
+                if isinstance(leaf, Tensor)
+            )
+            return made
+
         begin = self._clock.mark()
         try:
-            with _counting(count):
+            with _counting(count), attention_seen(attend):
                 yield
         finally:
             seen.marks.append((begin, self._clock.mark()))
@@ -94,6 +106,8 @@ class LayerWatch:
                 before_bytes=seen.before,
                 entered_bytes=seen.entered,
                 forward_bytes=max(seen.most, seen.bytes),
+                attention_bytes=seen.attention_bytes,
+                attention_seconds=sum(self._clock.seconds(begin, end) for begin, end in seen.attention_marks),
             )
             for name, seen in self._seen.items()
             if seen.marks
@@ -109,6 +123,8 @@ class _Seen:
     before: int = 0
     bytes: int = 0
     marks: list[tuple[Any, Any]] = field(default_factory=list)
+    attention_bytes: int = 0
+    attention_marks: list[tuple[Any, Any]] = field(default_factory=list)
 
 
 def _key(tensor: Tensor) -> int:

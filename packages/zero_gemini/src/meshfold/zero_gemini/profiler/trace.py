@@ -53,6 +53,10 @@ class TracedLayer:
     """alive when its forward began"""
     forward_bytes: int | None = None
     """the most alive at once that a forward adds whose activations are kept; None: not measured"""
+    attention_bytes: int = 0
+    """of the kept bytes, the results of attention, which may be kept alone"""
+    attention_seconds: float = 0.0
+    """of the seconds, those of attention"""
 
 
 @with_old_names({"moments": "timesteps", "forward_moments": "forward_timesteps"}, arguments={"moments": "timesteps"})
@@ -130,6 +134,8 @@ def worst_trace(traces: Sequence[Trace], *, seconds: Callable[[list[float]], flo
                     before_bytes=max(x.before_bytes for x in found),
                     entered_bytes=max(x.entered_bytes for x in found),
                     forward_bytes=_most(x.forward_bytes for x in found),
+                    attention_bytes=max(x.attention_bytes for x in found),
+                    attention_seconds=seconds([x.attention_seconds for x in found]),
                 )
             )
     return Trace(timesteps=tuple(timesteps), layers=tuple(layers))

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from meshfold.kernels import Fp8Weight
 from meshfold.mesh import Mesh, SpecError
+from meshfold.mesh.model_io import ATTENTION_OF
 from meshfold.zero_gemini.chunks.layout import ChunkSpec
 from meshfold.zero_gemini.chunks.parameter_table import (
     ParameterFacts,
@@ -104,7 +105,7 @@ def workload_of(
     return Workload(
         name=name,
         chunks=tuple(sorted(costs, key=lambda cost: cost.forward[0])),
-        layers=tuple(_layer_cost(layer, layers, timesteps) for layer in layers),
+        layers=_layer_costs(layers, timesteps),
         non_model_bytes=tuple(timestep.non_model_bytes for timestep in timesteps),
         forward_timesteps=half,
         tokens=tokens,
@@ -155,6 +156,41 @@ def _chunk_costs(chunks: Sequence[ChunkUse], timesteps: Sequence[TracedTimestep]
     return costs
 
 
+def _layer_costs(traced: Sequence[TracedLayer], timesteps: Sequence[TracedTimestep]) -> tuple[Layer, ...]:
+    """Return what each layer costs, and after all layers what attention costs in those where it is worth keeping alone."""
+    layers, alone = [], []
+    for one in traced:
+        whole, attention = _layer_cost(one, traced, timesteps), _attention_cost(one, timesteps)
+        if attention is not None:
+            alone.append(attention)
+            rest = whole.kept_bytes - attention.kept_bytes
+            whole = replace(
+                whole,
+                kept_bytes=rest,
+                recompute_seconds=whole.recompute_seconds - attention.recompute_seconds,
+                counted_bytes=min(whole.counted_bytes, rest),
+                own_bytes=whole.own_bytes - attention.own_bytes,
+            )
+        layers.append(whole)
+    return (*layers, *alone)
+
+
+def _attention_cost(layer: TracedLayer, timesteps: Sequence[TracedTimestep]) -> Layer | None:
+    """Return the cost of a layer's attention, None if it has none or saves fewer seconds for a byte than the rest."""
+    size, seconds = layer.attention_bytes, layer.attention_seconds
+    if not 0 < size < layer.kept_bytes or not seconds * layer.kept_bytes > size * layer.seconds:
+        return None
+    recomputed = timesteps[_after(timesteps, layer)]
+    return Layer(
+        name=ATTENTION_OF + layer.name,
+        kept_bytes=size,
+        recompute_seconds=min(seconds, layer.seconds),
+        first=layer.first,
+        last=layer.last,
+        own_bytes=max(0, layer.before_bytes + size - recomputed.non_model_bytes),
+    )
+
+
 def _layer_cost(layer: TracedLayer, layers: Sequence[TracedLayer], timesteps: Sequence[TracedTimestep]) -> Layer:
     """Return the bytes that a layer takes if it keeps its activations, and the seconds if it recomputes them."""
     recomputed = timesteps[_after(timesteps, layer)]
@@ -179,10 +215,14 @@ def light_units(chunks: Iterable[ChunkUse]) -> frozenset[str]:
 
 def _alike(layers: Sequence[TracedLayer]) -> list[TracedLayer]:
     """Give layers with equal bytes equal seconds: differences are noise and would make their order random."""
-    seconds: dict[int, list[float]] = {}
+    alike: dict[tuple[int, int], list[TracedLayer]] = {}
     for layer in layers:
-        seconds.setdefault(layer.kept_bytes, []).append(layer.seconds)
-    return [replace(layer, seconds=mean(seconds[layer.kept_bytes])) for layer in layers]
+        alike.setdefault((layer.kept_bytes, layer.attention_bytes), []).append(layer)
+    means = {
+        key: (mean(x.seconds for x in found), mean(x.attention_seconds for x in found)) for key, found in alike.items()
+    }
+    found = [(layer, *means[layer.kept_bytes, layer.attention_bytes]) for layer in layers]
+    return [replace(layer, seconds=spent, attention_seconds=attention) for layer, spent, attention in found]
 
 
 def _without_recomputing(
