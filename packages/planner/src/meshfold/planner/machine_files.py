@@ -24,6 +24,8 @@ _MAY_BE_ZERO = {
     "start",
     "stepping",
     "moments",
+    "stepping_of_one",
+    "moments_of_one",
     "error",
     "lag",
     "latency",

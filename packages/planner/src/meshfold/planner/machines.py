@@ -48,6 +48,9 @@ class Host:
         stepping: bytes a second of memory in a training step whose state is there, while the cores write parameters and these are
             copied to devices, copies included. 0: not measured, ``bandwidth``.
         moments: the same while they write moments, and gradients are copied from devices too. 0: ``stepping``.
+        stepping_of_one: most of ``stepping`` that one rank reaches with its cores, the others of a node at rest. 0: not measured,
+            all of it.
+        moments_of_one: the same of ``moments``.
     """
 
     memory: float
@@ -61,6 +64,8 @@ class Host:
     disk_write: float
     stepping: float = 0.0
     moments: float = 0.0
+    stepping_of_one: float = 0.0
+    moments_of_one: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,6 +189,8 @@ class Machine:
     ) -> Rates:
         """Return one rank's share of a node: rates are divided by the ranks on it. The ranks share the host's memory and disk.
 
+        Few ranks do not reach all that the host's memory gives to many.
+
         Args:
             precision: of the model.
             mesh: the ranks.
@@ -200,8 +207,8 @@ class Machine:
             h2d=host.up,
             d2h=host.down,
             pcie_both=host.both,
-            host_memory=(host.stepping or host.bandwidth) / ranks,
-            moments_memory=host.moments / ranks,
+            host_memory=min((host.stepping or host.bandwidth) / ranks, host.stepping_of_one or math.inf),
+            moments_memory=min(host.moments / ranks, host.moments_of_one or math.inf),
             disk_read=host.disk_read / ranks,
             disk_write=host.disk_write / ranks,
             collective=self.slowest(mesh, axes),

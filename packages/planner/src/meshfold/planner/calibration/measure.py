@@ -41,6 +41,8 @@ from meshfold.planner.efficiency import Efficiency, Link
 from meshfold.planner.machines import Host, Machine
 from meshfold.planner.suggestions.here import local_machine
 
+_MOST_CORES = 8192  # that Linux is built for
+
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
@@ -248,9 +250,9 @@ def _host(
     notes: list[str],
 ) -> Host:
     """Return the host with measured copies, memory and disk, which all ranks use at the same time."""
-    host = replace(host, memory=_host_bytes(host.memory), cores=_cores() if device.type == "cpu" else host.cores)
+    host = replace(host, memory=_host_bytes(host.memory), cores=_cores(everyone, device))
     if effort.host:
-        from meshfold.zero_gemini.machine_rates import measure_host_in_use, measure_machine
+        from meshfold.zero_gemini.machine_rates import HostInUse, measure_host_in_use, measure_machine
 
         rates = measure_machine(device, everyone=everyone)
         barrier(everyone, device)
@@ -260,6 +262,13 @@ def _host(
         )
         host = replace(host, up=up, down=down, both=both, bandwidth=bandwidth * local)
         host = replace(host, stepping=stepping * local, moments=moments * local)
+        if local > 1:
+            barrier(everyone, device)
+            alone = (
+                measure_host_in_use(device) if everyone.index % local == 0 else HostInUse(parameters=0.0, moments=0.0)
+            )
+            stepping, moments = _mean([alone.parameters, alone.moments], everyone, device)  # of one rank on every node
+            host = replace(host, stepping_of_one=stepping * local, moments_of_one=moments * local)
     else:
         notes.append("copies to the host and its memory: not measured")
     if disk is None:
@@ -285,5 +294,11 @@ def _host_bytes(otherwise: float) -> float:
         return otherwise
 
 
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def _cores(everyone: Group, device: torch.device) -> int:
+    """Return the cores of a node that its ranks may use, all of them together."""
+    if not hasattr(os, "sched_getaffinity"):
+        return os.cpu_count() or 1
+    mine = os.sched_getaffinity(0)
+    found = torch.zeros(_MOST_CORES, dtype=torch.float64, device=device)
+    found[[*mine]] = 1.0
+    return int(all_reduce(found, everyone, op="max").sum())

@@ -6,6 +6,7 @@ import math
 
 from meshfold.mesh.spec import format_bytes, format_table
 from meshfold.planner.calibration.measure import Calibration
+from meshfold.planner.machines import Host
 from meshfold.planner.report import format_seconds
 
 
@@ -51,7 +52,7 @@ def calibration_table(found: Calibration) -> str:
             "host",
             f"{machine.host.up / 1e9:.3g} GB/s up, {machine.host.down / 1e9:.3g} down, "
             f"{machine.host.bandwidth / 1e9:.3g} memory; in steps of many chunks {machine.host.stepping / 1e9:.3g} for parameters "
-            f"and {machine.host.moments / 1e9:.3g} for moments",
+            f"and {machine.host.moments / 1e9:.3g} for moments{_of_one(machine.host)}",
         ],
         ["disk", f"{machine.host.disk_read / 1e9:.3g} GB/s read, {machine.host.disk_write / 1e9:.3g} written"],
     ]
@@ -68,6 +69,13 @@ def calibration_table(found: Calibration) -> str:
         parts.append([f"matmuls that take as long hide {kinds}"])
     parts.append([f"not measured: {note}" for note in found.notes])
     return "\n\n".join("\n".join(lines) for lines in parts if lines)
+
+
+def _of_one(host: Host) -> str:
+    """Return what one rank reaches alone, where that was measured."""
+    if not host.stepping_of_one:
+        return ""
+    return f", of which one rank reaches {host.stepping_of_one / 1e9:.3g} and {host.moments_of_one / 1e9:.3g}"
 
 
 def _micro(seconds: float) -> str:
