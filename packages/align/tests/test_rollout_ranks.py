@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from align_models import SPECS, gpt
+from align_models import SPECS, gpt, hugging_face
 from test_rollouts import COMMON, OF_PPO, PROMPTS, Numbers, failing, of_column, small
 
 from meshfold.align import GRPO, PPO, RewardModel, fit, scorer
-from meshfold.mesh import SpecError, record
+from meshfold.engine.world import join_world
+from meshfold.huggingface import pretrained
+from meshfold.mesh import SpecError, barrier, record
 from meshfold.mesh.processes import only_ranks, running_world
 from meshfold.mesh.testing import ranks
 
@@ -105,6 +107,23 @@ def test_weights_go_by_the_stated_bytes() -> None:
             else:
                 assert sent == 0 and trainer.parts.weight_bytes == own < most * whole
         assert trainer.parts.transfers == 2
+        trainer.close()
+
+
+@ranks(2)
+def test_ranks_that_generate_keep_no_master_weights(tmp_path: Path) -> None:
+    """In bf16 they have the parameters alone, of models that functions build and of folders."""
+    everyone = join_world({}, "cpu")
+    if everyone.mesh.rank == 0:
+        hugging_face().save_pretrained(tmp_path)
+    barrier(everyone.everyone)
+    for model in (gpt, pretrained(tmp_path)):
+        options = {**COMMON, "precision": "bf16", "rollout": dict(ranks=1)}
+        trainer = GRPO(model, PROMPTS, [small], Numbers(), group=2, **options)
+        trainer.step(0)
+        masters, parameters = trainer.parts.engine.states.masters, trainer.parts.engine.model.parameters()
+        wanted = torch.bfloat16 if trainer.parts.generates else torch.float32
+        assert {masters.of(parameter).dtype for parameter in parameters} == {wanted}
         trainer.close()
 
 

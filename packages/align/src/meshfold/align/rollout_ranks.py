@@ -16,7 +16,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from types import FunctionType
 from typing import Any, Protocol
 
 import torch
@@ -25,6 +24,7 @@ from torch import nn
 from meshfold.align.engines import Model
 from meshfold.align.rollout import ROWS_AT_ONCE, EngineRollouts, Rollout
 from meshfold.engine import Engine, WeightTransfer
+from meshfold.engine.model import SourceValues, WeightSource
 from meshfold.engine.world import World, join_world
 from meshfold.inference import Rollouts, Sampling
 from meshfold.mesh import MeshfoldError, ParallelSpec, SpecError, broadcast
@@ -248,8 +248,6 @@ class TwoParts:
     def _open(self) -> None:
         """Make the engine, and see that it generates at all."""
         self.engine = Engine(_frozen(self._model), self._parallel, **self._settings)
-        for parameter in self.engine.model.parameters():
-            parameter.requires_grad_(False)
         EngineRollouts(self.engine).generate([[0]], 1, Sampling(max_new_tokens=1, temperature=0.0))
 
     def _serve(self) -> dict[str, float]:
@@ -336,6 +334,23 @@ def _frozen(model: Model) -> Model:
     """Return a model none of whose parameters are trained, so that an engine keeps no master weights of them."""
     if isinstance(model, nn.Module):
         return model.requires_grad_(False)
-    if isinstance(model, FunctionType):
-        return lambda: model().requires_grad_(False)
-    return model  # of a folder, whose weights the engine reads
+    return _FrozenSource(model) if isinstance(model, WeightSource) else lambda: model().requires_grad_(False)
+
+
+class _FrozenSource(WeightSource):
+    """A folder's model with frozen parameters."""
+
+    def __init__(self, source: WeightSource) -> None:
+        self._source, self.folder = source, source.folder
+
+    def __call__(self) -> nn.Module:
+        return self._source().requires_grad_(False)
+
+    def check(self, spec: ParallelSpec) -> None:
+        self._source.check(spec)
+
+    def verify(self, part: int, parts: int) -> None:
+        self._source.verify(part, parts)
+
+    def weights(self, model: nn.Module) -> SourceValues:
+        return self._source.weights(model)
