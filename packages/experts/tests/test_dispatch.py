@@ -118,6 +118,22 @@ def one_row(k: int, dtype: torch.dtype, exchange: str) -> None:
 
 
 @ranks(2)
+def test_a_second_derivative_is_refused() -> None:
+    """Of tokens and of weights, behind a constant gradient too."""
+    group = Mesh({"expert": 2}).group("expert")
+    index = torch.arange(4).view(2, 2) * (EXPERTS // 4)
+    for exchange in BOTH:
+        tokens, weights = torch.randn(2, HIDDEN, requires_grad=True), torch.rand(2, 2, requires_grad=True)
+        y = dispatch(
+            tokens, index, weights, lambda rows: rows.values**2, experts=EXPERTS, group=group, exchange=exchange
+        )
+        gradients = torch.autograd.grad(y.sum(), (tokens, weights), create_graph=True)
+        for gradient in gradients:
+            with pytest.raises(RuntimeError, match="differentiate twice a function that was marked with"):
+                gradient.square().sum().backward(retain_graph=True)
+
+
+@ranks(2)
 def test_dispatch_equals_one_process_on_2() -> None:
     for exchange in BOTH:
         for k in (1, 3):

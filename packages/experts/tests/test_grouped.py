@@ -12,6 +12,8 @@ from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 
 from meshfold.experts import MixtureOfExperts, grouped_matmul
+from meshfold.experts.router_logits import router_logits
+from meshfold.kernels import routing_totals, softmax_choice
 
 
 @pytest.mark.parametrize("turned", [False, True])
@@ -90,3 +92,22 @@ def test_compiled_code_launches_the_same_product(dtype: torch.dtype) -> None:
     found = torch.autograd.grad(run(x, weight).square().sum(), (x, weight))
     assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
     assert nodes.count("meshfold.grouped_product.default") == 3, nodes
+
+
+def test_a_second_derivative_is_refused_behind_a_constant_gradient_too() -> None:
+    """That of ``y.sum()`` is constant: torch's decorator lets it pass, and a second derivative was silently without a part."""
+    x, weight = torch.randn(6, 4, requires_grad=True), torch.randn(2, 4, 3, requires_grad=True)
+    logits = torch.randn(5, 4, requires_grad=True)
+    low, router = (torch.randn(*shape, dtype=torch.bfloat16).requires_grad_() for shape in ((5, 8), (4, 8)))
+    shares, index = logits.detach().softmax(1).requires_grad_(), logits.detach().topk(2).indices
+    for made, leaves in (
+        (grouped_matmul(x, weight, torch.tensor([4, 6], dtype=torch.int32)), (x, weight)),
+        (router_logits(low, router)[1], (low, router)),
+        (softmax_choice(logits, 2, True)[1], (logits,)),
+        (routing_totals(logits, shares, index)[2], (logits,)),
+    ):
+        gradients = torch.autograd.grad(made.sum(), leaves, create_graph=True)
+        assert all(gradient.requires_grad for gradient in gradients)
+        for gradient in gradients:
+            with pytest.raises(RuntimeError, match="differentiate twice a function that was marked with @once_diff"):
+                gradient.float().square().sum().backward(retain_graph=True)

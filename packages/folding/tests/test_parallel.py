@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+import torch
 from folding_models import MODELS, check_equal
 from torch import Tensor
 
-from meshfold.folding import AxialMode
+from meshfold.folding import Axes, AxialMode, find_axial_mode
+from meshfold.folding.axial.product import edge_product
 from meshfold.folding.axial.redistribute import Redistribution
-from meshfold.mesh import Pending, collectives
+from meshfold.folding.axial.ring import ring_attend
+from meshfold.mesh import Mesh, Pending, collectives
 from meshfold.mesh.testing import ranks
 
 ATTENTION = ("exchange", "gather", "ring")
@@ -138,3 +141,18 @@ def test_2_ranks_every_layout(kind: str) -> None:
     for mode, axes in (("grid", {"row": 2, "col": 1}), ("grid", {"row": 1, "col": 2}), ("dap", {"axial": 2})):
         for masked in (True, False):
             check_equal(kind, mode, axes, masked=masked, blocks=2)
+
+
+@ranks(2)
+def test_a_second_derivative_is_refused() -> None:
+    """Of the triangle product and of attention over a ring, behind a constant gradient too."""
+    mesh = Mesh({"axial": 2})
+    x, w = (torch.randn(1, 4, 8, 3, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    q, k, v = (torch.randn(1, 2, 4, 2, 8, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    for y, leaves in (
+        (edge_product(Axes.of(mesh, find_axial_mode("dap")), x, w), (x, w)),
+        (ring_attend(q, k, v, None, None, mesh, ("axial",)), (q, k, v)),
+    ):
+        for gradient in torch.autograd.grad(y.sum(), leaves, create_graph=True):
+            with pytest.raises(RuntimeError, match="differentiate twice a function that was marked with"):
+                gradient.square().sum().backward(retain_graph=True)

@@ -40,6 +40,17 @@ def test_two_ranks(mode: str, dtype: torch.dtype) -> None:
     every_mask(mode, dtype)
 
 
+@pytest.mark.parametrize("mode", ["ring", "ring_self"])
+@ranks(2)
+def test_a_second_derivative_is_refused(mode: str) -> None:
+    """Behind a constant gradient, as that of a sum, too: it was silently without a part."""
+    q, k, v = (torch.randn(1, 4, 2, 8, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    out = attention(q, k, v, mesh=Mesh({"seq": 2}), mode=mode, length=8, causal=True)
+    for gradient in torch.autograd.grad(out.sum(), (q, k, v), create_graph=True):
+        with pytest.raises(RuntimeError, match="differentiate twice a function that was marked with"):
+            gradient.square().sum().backward(retain_graph=True)
+
+
 @pytest.mark.few(10)
 @modes
 @masks

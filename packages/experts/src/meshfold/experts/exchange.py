@@ -9,6 +9,7 @@ from torch import Tensor
 
 from meshfold.experts.fp8_rows import pack, unpack
 from meshfold.experts.ways import Way
+from meshfold.kernels import once_differentiable
 from meshfold.mesh import Pending
 from meshfold.mesh.processes import is_simulated
 
@@ -48,7 +49,7 @@ class _Start(torch.autograd.Function):
         return x.new_empty(exchange.way.arriving, 1).expand(-1, x.shape[1])
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> Any:
         exchange: Exchange = ctx.exchange
         if exchange.backward is None:
@@ -69,7 +70,7 @@ class _Finish(torch.autograd.Function):
         return unpack(y, started.dtype) if exchange.fp8 else y
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> Any:
         exchange: Exchange = ctx.exchange
         exchange.backward = exchange.way.back(dy)
@@ -90,7 +91,7 @@ class _Back(torch.autograd.Function):
         return way.returned(way.back(rows).wait())
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> Any:
         if ctx.fp8:
             return unpack(ctx.way.there(pack(dy)).wait(), dy.dtype), None, None
@@ -123,7 +124,7 @@ class _Routing(torch.autograd.Function):
         return _columns(arrived, 0, size, weights.dtype), theirs
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, dweights: Tensor, _: Tensor) -> Any:
         return ctx.way.returned(ctx.way.back(dweights).wait()), None, None
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from meshfold.experts.expert_rows import RowSource
-from meshfold.kernels import grouped_product, grouped_shape, take_rows
+from meshfold.kernels import grouped_product, grouped_shape, once_differentiable, take_rows
 
 
 def grouped_matmul(
@@ -62,7 +62,7 @@ class _Grouped(torch.autograd.Function):
         return _rows_times(x, weight, ends, counts)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> Any:
         weight, ends, x, *taken_by = ctx.saved_tensors
         dy = dy.contiguous()

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from meshfold.kernels import on_gpu
+from meshfold.kernels import on_gpu, once_differentiable
 
 
 def router_logits(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -40,7 +40,7 @@ class _Logits(torch.autograd.Function):
         return x.view_as(x), _product(x, weight.t())
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, dtokens: Tensor | None, dlogits: Tensor | None) -> Any:
         if dlogits is None:
             return dtokens, None

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from meshfold.kernels import dispatch
+from meshfold.kernels.functions import once_differentiable
 from meshfold.kernels.inputs import compute_dtype
 
 
@@ -62,7 +63,7 @@ class _Choice(torch.autograd.Function):
         return index, weights, probabilities
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, _: None, dweights: Tensor | None, dprobabilities: Tensor | None) -> Any:
         if dweights is None and dprobabilities is None:
             return None, None, None
@@ -81,7 +82,7 @@ class _Totals(torch.autograd.Function):
         return counts, sums, squares
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, _: None, dsums: Tensor | None, dsquares: Tensor | None) -> Any:
         (logits,) = ctx.saved_tensors
         dlogits = None

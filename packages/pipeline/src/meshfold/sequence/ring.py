@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshfold.kernels import once_differentiable
 from meshfold.mesh import Group, collectives
 from meshfold.mesh.collectives import Pending, traceable_result
 from meshfold.mesh.model_io import kept_attention
@@ -66,7 +67,7 @@ class _Ring(torch.autograd.Function):
         return traceable_result(out)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> Any:
         q, k, v, out, lse = ctx.saved_tensors
         return *_backward(dout.contiguous(), q, k, v, out, lse, ctx.job), None

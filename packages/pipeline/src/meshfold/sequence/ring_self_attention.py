@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshfold.kernels import once_differentiable
 from meshfold.mesh import Group, collectives
 from meshfold.mesh.collectives import traceable_result
 from meshfold.sequence.kernels import Gradients, accumulating
@@ -58,7 +59,7 @@ class _RingSelf(torch.autograd.Function):
         return traceable_result(out.flatten(2, 3).to(q.dtype))
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> Any:
         q, k, v, weights = ctx.saved_tensors
         return *_backward(dout, q, k, v, weights, ctx.job), None

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from meshfold.folding import functions
 from meshfold.folding.axial.axes import Axes
+from meshfold.kernels import once_differentiable
 from meshfold.mesh import Layout, Mesh, Pending, collectives
 from meshfold.tensor_parallel import CostEntry, MatmulPlan, plan
 
@@ -133,7 +134,7 @@ class _Product(torch.autograd.Function):
         return y.view(b, x.shape[1], -1, c)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> Any:
         x, w = ctx.saved_tensors
         product: EdgeProduct = ctx.product

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from meshfold.folding import functions
-from meshfold.kernels import merge_attention_, pair_attention_backward, pair_attention_forward
+from meshfold.kernels import merge_attention_, once_differentiable, pair_attention_backward, pair_attention_forward
 from meshfold.mesh import Mesh, Pending, collectives
 from meshfold.tensor_parallel import CostEntry
 
@@ -88,7 +88,7 @@ class _Ring(torch.autograd.Function):
         return found
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> Any:
         q, k, v, bias, key_bias, out, lse = ctx.saved_tensors
         mesh, axes = ctx.ring
