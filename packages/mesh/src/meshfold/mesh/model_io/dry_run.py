@@ -78,7 +78,7 @@ class _Attention(torch.autograd.Function):
             out = q.new_empty((*lead, rows, heads, v.shape[-1])).transpose(-3, -2).view(*q.shape[:-1], v.shape[-1])
             return out, q.new_empty(q.shape[:-1], dtype=torch.float32)
 
-        out, lse = kept_attention("attention", attend, q, k, v, causal)
+        out, lse = kept_attention("attention", attend, q, k, v, causal, keys=k.shape[-2])
         ctx.save_for_backward(q, k, v, out, lse, mask)
         return out
 

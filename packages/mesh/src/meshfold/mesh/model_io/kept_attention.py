@@ -4,7 +4,8 @@ Attention is dear and its results are small: an output and a log-sum-exp of each
 which a repetition computes again. A dispatch mode sees the operators of torch and of flash-attn, in compiled graphs as in eager
 forwards. Attention of several operators, such as a ring's, calls :func:`kept_attention`.
 
-Attention that drops weights, that needs all of them in its backward, or that is a higher-order operator runs again.
+Attention that drops weights, that needs all of them in its backward, or that is a higher-order operator runs again. So does
+attention over far fewer keys than another one before it, as to the text in a U-Net: its results are as large, and it takes no time.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ T = TypeVar("T")
 ATTENTION_OF = "attention of "
 """With the name of a block after it, the name of the results of attention in that block."""
 
+FEWER = 8
+"""Attention over fewer than the most keys of this forward, divided by this number, is not kept."""
 _OPERATORS = {
     "aten::_scaled_dot_product_flash_attention",
     "aten::_scaled_dot_product_flash_attention_for_cpu",
@@ -81,7 +84,7 @@ class KeptAttention:
         return compute()
 
 
-def kept_attention(name: str, compute: Callable[[], T], *inputs: Any) -> T:
+def kept_attention(name: str, compute: Callable[[], T], *inputs: Any, keys: int | None = None) -> T:
     """Return the results of attention; in a repetition, those of the first time.
 
     Args:
@@ -89,11 +92,12 @@ def kept_attention(name: str, compute: Callable[[], T], *inputs: Any) -> T:
         compute: returns the results: tensors that do not require gradients, as in the forward of an autograd function. Its
             operators and collectives are left out of the repetition.
         inputs: with shapes and settings that tell calls apart.
+        keys: of a sequence that queries may see; None: many.
     """
     mode: _Mode | None = getattr(_now, "mode", None)
     if mode is None or torch.compiler.is_compiling():
         return compute()
-    found: T = mode.apart(_key(name, inputs), compute)
+    found: T = mode.apart(_key(name, inputs), compute, keys)
     return found
 
 
@@ -116,6 +120,7 @@ class _Mode(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._meet, self._apart = meet, False
         self._outer: _Mode | None = None
+        self._most = 0  # keys, so far
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -132,17 +137,22 @@ class _Mode(TorchDispatchMode):
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         _now.mode = self._outer
 
-    def apart(self, key: Any, compute: Callable[[], Any]) -> Any:
+    def apart(self, key: Any, compute: Callable[[], Any], keys: int | None) -> Any:
         """Pass a call of several operators, of which none counts on its own."""
         if self._apart:
             return compute()
         if self._outer is not None:
-            compute = partial(self._outer.apart, key, compute)
+            compute = partial(self._outer.apart, key, compute, keys)
         self._apart = True
         try:
-            return self._meet(key, compute)
+            return compute() if self._takes_no_time(keys) else self._meet(key, compute)
         finally:
             self._apart = False
+
+    def _takes_no_time(self, keys: int | None) -> bool:
+        """Return True for attention over far fewer keys than before."""
+        self._most = max(self._most, keys or 0)
+        return keys is not None and FEWER * keys < self._most
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -152,6 +162,8 @@ class _Mode(TorchDispatchMode):
             _dropout_places[func] = _dropout_place(func)
         place = _dropout_places[func]
         if place is None or self._apart or _drops(place, args, kwargs):
+            return func(*args, **kwargs)
+        if func._schema.name.startswith("aten::_scaled_dot") and self._takes_no_time(args[1].shape[-2]):
             return func(*args, **kwargs)
         return self._meet(_key(func, (args, kwargs)), lambda: func(*args, **kwargs))
 
