@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshfold.engine import Engine
@@ -91,3 +93,46 @@ def test_a_cache_is_no_change() -> None:
         for _ in range(3):
             engine.train_step((X, Y))
     engine.close()
+
+
+class Centred(nn.Module):
+    """Subtracts an average of what it has seen; over all ranks if it is asked to. It counts, and has a weight of norm one."""
+
+    def __init__(self, averages: bool) -> None:
+        super().__init__()
+        self.averages, self.head = averages, nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4))
+        self.register_buffer("seen", torch.zeros(4))
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            mean = x.mean(0)
+            if self.averages:
+                mean = mean / dist.get_world_size()
+                dist.all_reduce(mean)
+            self.seen.lerp_(mean.to(self.seen), 0.5)
+            self.calls += 1
+        return self.head(x - self.seen)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("zero", [{}, dict(zero=dict(stage=3))], ids=["data", "zero 3"])
+@pytest.mark.parametrize("averages", [False, True])
+@ranks(2)
+def test_a_buffer_that_data_ranks_change_differently_is_named(averages: bool, zero: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    optimizer = dict(name="sgd", lr=0.1)
+    with Engine(
+        Centred(averages),
+        dict(data=2, **zero),
+        optimizer=optimizer,
+        precision="fp64",
+        loss_fn=lambda y, batch: (y - batch[1]).square().mean(),
+    ) as engine:
+        batch = engine.shard_batch((X, Y))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(3):
+                engine.train_step(batch)
+    said = [str(one.message) for one in caught if "changes the buffer" in str(one.message)]
+    assert len(said) == (dist.get_rank() == 0 and not averages)
+    assert not said or ("'seen' by the rows" in said[0] and "all_reduce" in said[0])

@@ -82,6 +82,45 @@ def spectral() -> nn.Module:
     )
 
 
+class Quantised(Checkpointing):
+    """VQ-VAE's: the nearest row of a table, straight through, and the table is drawn to what chose it."""
+
+    def __init__(self) -> None:
+        super().__init__(False)
+        self.codes = nn.Embedding(5, 8)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        code = self.codes(torch.cdist(x.flatten(0, 1), self.codes.weight).argmin(1)).view_as(x)
+        x = x + (code - x).detach() + (code - code.detach()) / 4
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class Filtered(Checkpointing):
+    """GFNet's: learned factors of frequencies, stored as pairs of real numbers; and a weight without dims."""
+
+    def __init__(self) -> None:
+        super().__init__(False)
+        self.filter, self.scale = nn.Parameter(torch.randn(4, 8, 2) / 3), nn.Parameter(torch.tensor(0.3))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        frequencies = torch.fft.rfft(x, dim=1) * torch.view_as_complex(self.filter)
+        x = x + torch.fft.irfft(frequencies, n=x.shape[1], dim=1) * self.scale.exp()
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def weight_normed() -> nn.Module:
+    model = Checkpointing(False)
+    for block in model.blocks:
+        nn.utils.parametrizations.weight_norm(block.get_submodule("up"))
+    return model
+
+
 def roberta() -> nn.Module:
     from transformers import RobertaConfig, RobertaModel
 
@@ -111,6 +150,9 @@ CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], dict[str, Any]]]
     "compiled blocks, placed by a plan": (lambda: Checkpointing(False), dict(data=2, zero=LIMITED), COMPILED),
     "scaled rows and norms of one plus the weight": (gemma, dict(tensor=2), {}),
     "spectral norm, placed by a plan": (spectral, dict(zero=LIMITED), {}),
+    "weights with norms of their own": (weight_normed, dict(data=2, zero=dict(stage=3)), {}),
+    "the nearest code of a table": (Quantised, dict(pipeline=dict(size=2, microbatches=2)), {}),
+    "factors of frequencies and a scalar": (Filtered, dict(data=2, zero=dict(stage=3)), {}),
     "positions that depend on the ids": (roberta, dict(sequence=dict(mode="ring", size=2)), {}),
 }
 

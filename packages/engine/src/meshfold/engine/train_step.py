@@ -57,7 +57,7 @@ class TrainStep:
         self.stages: PipelinedModel | None = built.part.pipelined
         self._captured, self._captured_zero = built.captured, built.captured_zero
         self._torch_dropout = built.part.torch_dropout
-        self._changes = BufferChanges(built.part.model, says=built.world.data_index == 0)
+        self._changes = BufferChanges(built.part.model, built.world)
         self._step_guard, self._saver = built.step_guard, saver
         self.forward = built.forward
         self.lr_scheduler, self.steps_scheduler = built.lr_scheduler, True
@@ -124,7 +124,7 @@ class TrainStep:
             shares: its part of the global batch.
             backward: called with this micro-step's part of the step's loss.
         """
-        with self.forward.observed_step(), self.random(shares):
+        with self.forward.observed_step(), self.random(shares), self._changes.over_data():
             loss = self.forward.loss(work, shares)
             share = shares.weight()
             backward(loss * self._in_step(share))
@@ -196,7 +196,7 @@ class TrainStep:
         with self.random(shares):
             works, share = stages.look_ahead(work), shares.weight()
         taking = self.gradients.taking("last" if last else "more", shown=shown)
-        with self.random(shares), self._changes.watching(len(works)), taking:
+        with self.random(shares), self._changes.over_data(), self._changes.watching(len(works)), taking:
             return stages.step(works, self._in_step(share * self.scaler.scale)) * share
 
     def _in_step(self, share: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Warning about buffers that a forward changes in a pipeline: they change with every micro-batch, not once a batch."""
+"""Warnings about buffers that a forward changes: with every micro-batch of a pipeline, or by the rows of one data rank."""
 
 from __future__ import annotations
 
@@ -6,20 +6,24 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
 from torch import Tensor, nn
 
+from meshfold.engine.world import World
+from meshfold.mesh import all_reduce
 from meshfold.mesh.parameters import uncompiled_name
 
 
 class BufferChanges:
     """Watcher of the buffers of this rank's stages in the second step: what a model caches is there after the first."""
 
-    def __init__(self, model: nn.Module, *, says: bool) -> None:
+    def __init__(self, model: nn.Module, world: World) -> None:
         """Args:
         model: this rank's part.
-        says: this rank warns.
+        world: where it lies; the first data rank warns.
         """
-        self._model, self._steps = model, 0 if says else 2
+        self._model, self._world = model, world
+        self._steps, self._forwards = 0 if world.data_index == 0 else 2, 0
 
     @contextmanager
     def watching(self, microbatches: int) -> Iterator[None]:
@@ -44,6 +48,50 @@ class BufferChanges:
                 "if it should change once a step",
                 stacklevel=3,
             )
+
+    @contextmanager
+    def over_data(self) -> Iterator[None]:
+        """Context manager around a micro-step; after the second, it warns of a buffer that data ranks have changed differently.
+
+        All data ranks must enter. They compare a sum of each saved buffer, in one all-reduce of a whole training.
+        """
+        yield
+        self._forwards += 1
+        if self._forwards != 2 or self._world.data_size == 1:
+            return
+        if self._world.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return
+        kept = {
+            name: buffer
+            for name, buffer in self._saved().items()
+            if buffer.is_floating_point() and buffer.numel() and not buffer.is_meta
+        }
+        if not kept:
+            return
+        sums = torch.stack([buffer.detach().double().sum() for buffer in kept.values()])
+        most, least = all_reduce(torch.stack([sums, -sums]), self._world.data_group, "max").unbind()
+        apart = (most + least).abs() > 1e-9 * most.abs()
+        if self._world.data_index == 0 and bool(apart.any()):
+            found = [name for name, differs in zip(kept, apart.tolist(), strict=True) if differs]
+            more = f" and {len(found) - 1} more" if len(found) > 1 else ""
+            warnings.warn(
+                f"the forward changes the buffer {found[0]!r}{more} by the rows of its own data rank: {self._world.data_size} "
+                "ranks have different ones, and so losses differ from those of one process. Average over the ranks, in forward, "
+                "what it is changed by, as with torch.distributed.all_reduce(mean) and mean / ranks; or use a spec without data "
+                "and zero",
+                stacklevel=3,
+            )
+
+    def _saved(self) -> dict[str, Tensor]:
+        """Return the buffers that a checkpoint has."""
+        return {
+            name: buffer
+            for path, module in self._model.named_modules()
+            if not isinstance(module, nn.modules.batchnorm._NormBase)
+            for leaf, buffer in module._buffers.items()
+            if buffer is not None and leaf not in module._non_persistent_buffers_set
+            for name in [f"{uncompiled_name(path)}.{leaf}" if path else leaf]
+        }
 
     def _now(self) -> dict[str, tuple[Tensor, int]]:
         """Return which tensor each buffer is, and how often it was written to."""
