@@ -38,11 +38,13 @@ class WeightWriteError(MeshfoldError, RuntimeError):
 class WatchedParameter(nn.Parameter):
     """A parameter whose weights are stored elsewhere too; ``.data`` is noted, since torch does not count changes made by it."""
 
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run a function as for ``nn.Parameter``. Compiled code traces this; elsewhere :data:`_PLAIN` is found in its stead."""
-        with torch._C.DisableTorchFunction():
-            return func(*args, **(kwargs or {}))
+    if hasattr(torch._C, "_skip_one_hop_torch_function"):  # not in torch 2.11, where such a graph is cut
+
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            """Run a function as for ``nn.Parameter``. Compiled code traces this; elsewhere :data:`_PLAIN` is found in its stead."""
+            with torch._C.DisableTorchFunction():
+                return torch._C._skip_one_hop_torch_function(func, types, args, kwargs or {})
 
     @property
     def data(self) -> Tensor:
