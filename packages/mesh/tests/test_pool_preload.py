@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -67,6 +68,23 @@ def test_what_a_function_imports_new_ranks_have(pools: pool.Pools) -> None:
     close_pools()
     (second, has), _ = run_on_ranks(2, import_late)
     assert first != second and not had and has
+
+
+def test_a_rank_looks_at_its_new_modules_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each look at an older one would copy a page of memory that ranks share."""
+    looked: list[str] = []
+
+    class Watched(dict[str, object]):
+        def get(self, name: str, default: object = None) -> object:
+            looked.append(name)
+            return super().get(name, default)
+
+    modules = Watched({"numpy": 1, "numba": 2, "other": 3, "einops": None, "numpy.late": 4, "torch._inductor.late": 5})
+    monkeypatch.setattr(fork_server, "sys", SimpleNamespace(modules=modules))
+    assert fork_server.worth_preloading(4) == ["numpy.late", "torch._inductor.late"]
+    assert looked == ["einops", "numpy.late", "torch._inductor.late"]
+    assert fork_server.worth_preloading(0) == []
+    assert fork_server.worth_preloading() == ["numpy", "numba", "numpy.late", "torch._inductor.late"]
 
 
 def test_new_ranks_come_from_the_process_that_forked_those_before(pools: pool.Pools) -> None:

@@ -108,7 +108,7 @@ def serve(connection: int, listener: int | None = None, *, rank: int, world_size
         store = rendezvous.serve_store(listener)
     process_group.start(environment, backend="gloo", device="cpu", store=store)
     gc.set_threshold(*_COLLECTIONS)
-    had, modules = set(worth_preloading()), len(sys.modules)
+    modules = len(sys.modules)
     with Connection(connection) as parent:
         parent.send(Answer(kind="value"))
         while True:
@@ -118,10 +118,9 @@ def serve(connection: int, listener: int | None = None, *, rank: int, world_size
                 return
             answer = _answer(call)
             if rank == 0 and len(sys.modules) != modules:
+                new = max(0, len(sys.modules) - modules)  # a call may also drop some
                 modules = len(sys.modules)
-                new = tuple(name for name in worth_preloading() if name not in had)
-                had.update(new)
-                answer = replace(answer, imported=new)
+                answer = replace(answer, imported=tuple(worth_preloading(new)))
             parent.send(answer)
 
 
