@@ -63,6 +63,15 @@ def test_programs_know_nothing_of_each_other(warm: WarmPython) -> None:
     assert first[-1] != second[-1]
 
 
+def test_what_a_program_leaves_to_its_end_is_done_and_nothing_of_what_it_was_forked_from(warm: WarmPython) -> None:
+    code = (
+        "import os, weakref; print(sum(one.atexit for one in [*weakref.finalize._registry])); "
+        "weakref.finalize(os, print, 'its own')"
+    )
+    done = subprocess.run([warm.python, "-c", code], capture_output=True, text=True)
+    assert done.stdout == "0\nits own\n"
+
+
 def test_an_error_is_shown_and_is_a_failure(warm: WarmPython, tmp_path: Path) -> None:
     (tmp_path / "wrong.py").write_text("x = 1\nraise ValueError('no such thing')\n")
     done = subprocess.run([warm.python, str(tmp_path / "wrong.py")], capture_output=True, text=True)
