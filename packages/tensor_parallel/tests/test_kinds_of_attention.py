@@ -7,7 +7,17 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from tensor_parallel_checks import CASES, assert_gradients_equal, gradients, mesh_of, seeded, whole_gradients
+from tensor_parallel_checks import (
+    COVERING,
+    WITHOUT_DATA,
+    Case,
+    assert_gradients_equal,
+    case,
+    gradients,
+    mesh_of,
+    seeded,
+    whole_gradients,
+)
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -179,14 +189,12 @@ def made(kind: str) -> nn.Module:
     return ModelWithBiases("row" in kind) if "biases" in kind else Model(KINDS[kind])
 
 
-def compare(kind: str) -> None:
+def compare(kind: str, cases: tuple[Case, ...]) -> None:
     serial = seeded(lambda: made(kind))
     ids = torch.randint(31, (4, 6), generator=torch.Generator().manual_seed(3))
     wanted = F.cross_entropy(serial(ids).flatten(0, 1), ids.flatten())
     wanted.backward()
-    for mode, axes in CASES[4]:
-        if axes[0][0] == "data":
-            continue
+    for mode, axes in cases:
         model = copy.deepcopy(serial)
         model.zero_grad()
         parallelize(model, mesh_of(axes), mode)
@@ -200,7 +208,19 @@ def compare(kind: str) -> None:
         assert_gradients_equal(whole_gradients(model, mesh_of(axes)), gradients(serial), (kind, mode, axes))
 
 
-@pytest.mark.parametrize("kind", [*KINDS, "another stream", "biases of all heads", "biases of all heads for each row"])
+QUICK = (*COVERING, case("1d+tokens", tensor=4))
+every_kind = pytest.mark.parametrize(
+    "kind", [*KINDS, "another stream", "biases of all heads", "biases of all heads for each row"]
+)
+
+
+@every_kind
 def test_attention_is_that_of_one_process(kind: str) -> None:
-    """With fewer key heads than ranks in 1d, whose norms count them once."""
-    run_on_ranks(4, compare, kind)
+    """With fewer key heads than ranks in 1d, whose norms count them once. The slow test below has the other modes."""
+    run_on_ranks(4, compare, kind, QUICK)
+
+
+@pytest.mark.slow
+@every_kind
+def test_attention_is_that_of_one_process_in_the_other_modes(kind: str) -> None:
+    run_on_ranks(4, compare, kind, tuple(one for one in WITHOUT_DATA[4] if one not in QUICK))

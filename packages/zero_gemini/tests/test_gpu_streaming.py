@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
@@ -50,6 +51,11 @@ def trained(
     return found
 
 
+@cache
+def on_the_cores(dtype: torch.dtype, regime: str) -> list[torch.Tensor]:
+    return trained(dtype, regime, through=False)
+
+
 def taken_by(monkeypatch: pytest.MonkeyPatch, who: str) -> dict[str, int]:
     """Let the device take every chunk, or both some; how many were taken by whom."""
     count = {"cores": 0, "device": 0}
@@ -77,7 +83,7 @@ def taken_by(monkeypatch: pytest.MonkeyPatch, who: str) -> dict[str, int]:
 def test_the_device_steps_to_the_same_bits(
     dtype: torch.dtype, regime: str, halves: bool, who: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = trained(dtype, regime, through=False)
+    expected = on_the_cores(dtype, regime)
     count = taken_by(monkeypatch, who)
     found = trained(dtype, regime, through=True, halves=halves)
     assert same(found, expected)
