@@ -90,7 +90,7 @@ def test_strategies_run() -> None:
 
 
 def test_what_does_not_fit_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object) -> dict[str, Any]:
+    def full(*_: object, **__: object) -> dict[str, Any]:
         raise torch.OutOfMemoryError("CUDA out of memory.\nMore.")
 
     monkeypatch.setattr("experiments.trained._steps", full)
