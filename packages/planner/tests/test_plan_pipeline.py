@@ -367,3 +367,18 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     answer = json.loads(capsys.readouterr().out)
     assert answer["pipeline"]["microbatches"] == 2 and len(answer["pipeline"]["stages"]) == 2
     assert answer["zero"]["placement"] == "auto"
+
+
+@pytest.mark.parametrize("recompute", [None, "blocks"])
+def test_utilisation_is_of_the_whole_pipeline(recompute: str | None) -> None:
+    """Stages of unequal work, in half of the micro-steps each: with the seconds, it says the FLOP of one rank without a pipeline."""
+
+    def flop(parallel: dict[str, Any], **settings: int) -> float:
+        spec = ParallelSpec.parse(parallel)
+        found = estimate(llama, spec, batch_size=12, seq_len=16, recompute=recompute, **settings)  # type: ignore[arg-type]
+        speed = step_speed(found, MACHINES["h100x8"], "bf16")
+        return speed.mfu * speed.seconds * MACHINES["h100x8"].peak("bf16") * spec.world_size
+
+    whole = flop({})
+    assert flop(dict(pipeline=dict(size=3, microbatches=3)), accumulate=2) == pytest.approx(whole, rel=1e-6)
+    assert flop(dict(data=2, pipeline=dict(size=2, schedule="zb-h1", microbatches=6))) == pytest.approx(whole, rel=1e-6)

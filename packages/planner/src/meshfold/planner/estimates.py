@@ -299,8 +299,8 @@ class StepSpeed:
     Attributes:
         seconds: of an optimizer step.
         tokens_per_second: of all ranks together.
-        mfu: model FLOP utilisation of rank 0: the FLOP of its matmuls and attention, without recomputation, by what the data sheet
-            allows in that time.
+        mfu: model FLOP utilisation: the FLOP of a rank's matmuls and attention, without recomputation, by what the data sheet
+            allows in that time; of a pipeline the mean of its ranks, whose stages may differ.
     """
 
     seconds: float
@@ -319,7 +319,7 @@ def step_speed(found: Estimate, machine: Machine, precision: str) -> StepSpeed:
             if found.plan is None
             else max(found.plan.seconds + times.exposed + times.late, times.compute, times.host)
         )
-    own = found.work.flop - found.work.repeated_flop
+    own = found.work.flop - found.work.repeated_flop if found.pipeline is None else found.pipeline.flop
     return StepSpeed(
         seconds=seconds,
         tokens_per_second=found.tokens / seconds if seconds else 0.0,

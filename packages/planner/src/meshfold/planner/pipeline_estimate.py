@@ -63,6 +63,7 @@ class PipelineEstimate:
         plans: under ``zero``, the placement on each rank; None if it does not fit.
         schedule_seconds: of an optimizer step's schedules.
         chunk_seconds: under ``zero``, of moving and stepping chunks on the slowest rank; else 0.
+        flop: of a rank's matmuls and attention in an optimizer step, the mean of the pipeline's ranks; recomputation does not count.
     """
 
     stages: tuple[StageCosts, ...]
@@ -71,6 +72,7 @@ class PipelineEstimate:
     plans: tuple[Plan | None, ...]
     schedule_seconds: float
     chunk_seconds: float
+    flop: float
 
     @property
     def seconds(self) -> float:
@@ -144,6 +146,9 @@ def estimate_pipeline(settings: EstimateSettings, whole: Estimate) -> Estimate:
         plans=tuple(plans),
         schedule_seconds=simulation.makespan * accumulate,
         chunk_seconds=max((plan.seconds for plan in plans if plan is not None), default=0.0),
+        flop=sum(work.flop - work.repeated_flop for stage in stages for work in stage.work)
+        * (accumulate * measured[0].microbatches)
+        / len(measured),
     )
     rank = found.fullest
     return replace(
