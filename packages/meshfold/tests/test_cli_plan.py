@@ -270,7 +270,7 @@ def test_recompute_is_told_where_it_helps_and_was_not_asked_for(capsys: pytest.C
     assert said.endswith(" With --accumulate 2 it fits\n")
     said = refused(capsys, "--batch-size", "16", "--gpu-memory", "68MiB", "--recompute", "blocks")
     assert "recompute" not in said and "Split it over more ranks, take fewer tokens at once" in said
-    assert "(zero=dict(stage=3), --accumulate 16 would not be enough)" in said
+    assert "(not enough: zero=dict(stage=3); --accumulate 16)" in said
     said = refused(capsys, "--batch-size", "16", "--parallel", "zero.gpu_memory_limit=5MB", "--recompute", "blocks")
     assert "recompute" not in said
 

@@ -371,7 +371,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 @pytest.mark.parametrize("recompute", [None, "blocks"])
 def test_utilisation_is_of_the_whole_pipeline(recompute: str | None) -> None:
-    """Stages of unequal work, in half of the micro-steps each: with the seconds, it says the FLOP of one rank without a pipeline."""
+    """Stages have unequal work; by the seconds and all ranks it is the FLOP of one rank without a pipeline."""
 
     def flop(parallel: dict[str, Any], **settings: int) -> float:
         spec = ParallelSpec.parse(parallel)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
@@ -21,6 +22,7 @@ from meshfold.mesh.model_io import ATTENTION_OF
 from meshfold.mesh.testing import ranks
 from meshfold.models import GPT, GPTConfig
 from meshfold.planner import Estimate, estimate, find_machine
+from meshfold.planner.fitting import suggest_change
 from meshfold.zero_gemini import MemoryPlanError
 from meshfold.zero_gemini.planner import MiB, Plan
 from meshfold.zero_gemini.planner.memory import layer_bytes
@@ -363,3 +365,18 @@ def test_meshfold_plan_prints_and_writes_it(capsys: pytest.CaptureFixture[str]) 
     assert layers == [{"name": name, "kept": True} for name in (*names, *(ATTENTION_OF + name for name in names))]
     assert main(["plan", "--model", "gpt-small", "--recompute", "auto"]) == 1
     assert "no entry zero" in capsys.readouterr().err
+
+
+def test_a_misfit_tries_zero_with_recomputed_blocks() -> None:
+    """States and activations may each be too much: only the two changes together help."""
+    machine = replace(find_machine("h100"), memory=1.0)
+    found = estimate(gpt, ParallelSpec.parse(dict(data=2)), batch_size=2, seq_len=16)
+    seen: list[tuple[bool, str | None]] = []
+
+    def again(spec: ParallelSpec, blocks: str | None, _: int) -> Estimate:
+        seen.append((spec.zero is not None, blocks))
+        return replace(found, spec=spec, refusal="" if spec.zero is not None and blocks else "too much")
+
+    assert suggest_change(found, machine, None, 1, again) == "With zero=dict(stage=3) and --recompute blocks it fits"
+    assert seen == [(False, "blocks"), (True, None), (True, "blocks")]
+    assert "zero=dict(stage=3) and" not in suggest_change(found, machine, "blocks", 1, lambda *_: found)

@@ -69,7 +69,7 @@ def suggest_change(
             least = next(n for n in splits if n == splits[-1] or helps(found.spec, blocks, accumulate * n))
             return f"With --accumulate {accumulate * least}{also} it fits"
         tried += [f"--accumulate {accumulate * splits[-1]}{also}"] * (fitting is False)
-    beside = f" ({', '.join(tried)} would not be enough)" if tried else ""
+    beside = f" (not enough: {'; '.join(tried)})" if tried else ""
     return f"Split it over more ranks, take fewer tokens at once, or give it a larger device{beside}"
 
 
@@ -90,4 +90,7 @@ def _changes(found: Estimate, recompute: str | None, rows: int) -> Iterator[tupl
         for words, changed in finer:
             yield f"{words} and --recompute blocks", changed, "blocks"
     if spec.zero is None and found.pipeline is None:
-        yield "zero=dict(stage=3)", replace(spec, zero=ZeroSpec.parse(dict(stage=3))), recompute
+        sharded = replace(spec, zero=ZeroSpec.parse(dict(stage=3)))
+        yield "zero=dict(stage=3)", sharded, recompute
+        if recompute is None:
+            yield "zero=dict(stage=3) and --recompute blocks", sharded, "blocks"

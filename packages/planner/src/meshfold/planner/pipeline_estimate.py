@@ -63,7 +63,7 @@ class PipelineEstimate:
         plans: under ``zero``, the placement on each rank; None if it does not fit.
         schedule_seconds: of an optimizer step's schedules.
         chunk_seconds: under ``zero``, of moving and stepping chunks on the slowest rank; else 0.
-        flop: of a rank's matmuls and attention in an optimizer step, the mean of the pipeline's ranks; recomputation does not count.
+        flop: of a rank's matmuls and attention in an optimizer step, the mean of the pipeline's ranks, without recomputation.
     """
 
     stages: tuple[StageCosts, ...]
