@@ -227,6 +227,10 @@ def _not_installed(name: str) -> str:
         ),
         (["plan", "--parallel", "zero.stage=3", "--trace", "t"], "--trace 't' is a folder; give a file in it"),
         (
+            ["suggest", "--batch-size", "8", "--plot", "plan.xyz", "--machine", "no-such-machine"],
+            "--plot 'plan.xyz': a picture is drawn as .svg, .png, .pdf; give a name that ends so",
+        ),
+        (
             ["suggest", "--batch-size", "8", "--plot", "gone/plan.svg", "--machine", "no-such-machine"],
             "--plot 'gone/plan.svg': there is no folder 'gone'; make it (mkdir -p gone)",
         ),

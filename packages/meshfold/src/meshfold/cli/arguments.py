@@ -18,7 +18,7 @@ import os
 import re
 import runpy
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -154,15 +154,20 @@ def byte_size(text: str) -> int:
         ) from None
 
 
-def check_file(option: str, path: str | None) -> None:
+PICTURES = (".svg", ".png", ".pdf")
+"""Endings of pictures that commands draw."""
+
+
+def check_file(option: str, path: str | None, endings: Sequence[str] = ()) -> None:
     """Check that a file can be written, before the work whose result it gets.
 
     Args:
         option: the option that names it, for the error.
         path: None for no file.
+        endings: one of them its name must have; none: any.
 
     Raises:
-        Failure: if it is a folder, or its folder is missing or cannot be written to.
+        Failure: if it is a folder, if its folder is missing or cannot be written to, or for another ending.
     """
     if path is None:
         return
@@ -175,6 +180,8 @@ def check_file(option: str, path: str | None) -> None:
         )
     if not os.access(path if os.path.exists(path) else folder, os.W_OK):
         raise Failure(f"{option} {path!r} cannot be written; give another path")
+    if endings and not path.lower().endswith(tuple(endings)):
+        raise Failure(f"{option} {path!r}: a picture is drawn as {', '.join(endings)}; give a name that ends so")
 
 
 def rate(text: str) -> float:

@@ -8,7 +8,7 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
-from meshfold.cli.arguments import Failure, check_file, positive, reason_of
+from meshfold.cli.arguments import PICTURES, Failure, check_file, positive, reason_of
 from meshfold.cli.machine_options import chosen_machine
 
 if TYPE_CHECKING:
@@ -156,7 +156,7 @@ def _check_arguments(arguments: argparse.Namespace) -> None:
         raise Failure("--parallel is what the plan of a folding model answers: leave it out, and give --gpus 1,2,4,8")
     if not arguments.residues:
         raise Failure("a folding model needs the lengths of chains: add --residues 512,1024,2048")
-    check_file("--plot", arguments.plot)
+    check_file("--plot", arguments.plot, PICTURES)
 
 
 def _outline_of(name: str) -> FoldingOutline:

@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from meshfold.cli.arguments import (
+    PICTURES,
     Failure,
     add_model,
     check_file,
@@ -79,7 +80,7 @@ def _seldom_collecting() -> Iterator[None]:
 def _suggest(arguments: argparse.Namespace) -> int:
     read_model(arguments)
     changes, rules = read_changes(arguments.changes), read_rules(arguments.rules)
-    check_file("--plot", arguments.plot)
+    check_file("--plot", arguments.plot, PICTURES)
     from meshfold.mesh import ParallelSpec
     from meshfold.planner import suggest
     from meshfold.planner.suggestions import (
