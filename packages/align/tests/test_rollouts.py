@@ -7,6 +7,7 @@ import math
 import tempfile
 from collections.abc import Callable, Mapping
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from meshfold.align import (
     TokenValues,
     fit,
     mean_of_tokens,
+    rollout,
     scorer,
 )
 from meshfold.engine import Engine
@@ -346,3 +348,22 @@ def test_mistakes(make: Callable[[], object], words: str) -> None:
     with pytest.raises(SpecError) as told:
         make()
     assert words in str(told.value)
+
+
+def test_a_generator_that_is_kept_samples_as_a_new_one() -> None:
+    """With other weights, shorter and longer prompts, and after prompts that were refused."""
+    short, long = [[3, 1], [8]], [[4] * 20, [8]]
+    with Engine(lambda: llama(), dict()) as engine:
+        kept, makes = EngineRollouts(engine, keeps=True), []
+        made = rollout.Generator
+        with mock.patch.object(
+            rollout, "Generator", lambda *args, **of: makes.append(of["tokens"]) or made(*args, **of)
+        ):
+            for prompts in (short, short, long, short, long):
+                assert kept.generate(prompts, 2, SAMPLING) == EngineRollouts(engine).generate(prompts, 2, SAMPLING)
+                with torch.no_grad():
+                    next(engine.model.parameters()).mul_(1.1)
+            assert [makes.count(tokens) for tokens in (4 * 16, 4 * 32)] == [1 + 3, 1 + 2]
+            with pytest.raises(SpecError):
+                kept.generate([[8], [3] * 10_000], 2, SAMPLING)
+            assert kept.generate(short, 2, SAMPLING) == EngineRollouts(engine).generate(short, 2, SAMPLING)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -109,17 +109,19 @@ class EngineRollouts:
 
     exact = True
 
-    def __init__(self, engine: Engine, *, rows: int = ROWS_AT_ONCE) -> None:
+    def __init__(self, engine: Engine, *, rows: int = ROWS_AT_ONCE, keeps: bool = False) -> None:
         """Args:
             engine: of the policy.
             rows: completions that a data coordinate computes at once.
+            keeps: keep the pages and captured steps for the next call, as ranks can that only generate.
 
         Raises:
             SpecError: for rows below 1.
         """
         if rows < 1:
             raise SpecError(f"rows={rows!r}: completions at once, 1 or more")
-        self._engine, self._rows = engine, rows
+        self._engine, self._rows, self._keeps = engine, rows, keeps
+        self._kept: _Room | None = None
         zero = engine.spec.zero
         # Where a forward takes weights or experts of other data ranks, all of them have to make the same forwards.
         self._shares = (zero is None or zero.stage < 3) and engine.spec.expert is None
@@ -134,8 +136,8 @@ class EngineRollouts:
         if mine:
             rows = min(self._rows, len(mine))
             longest = max(len(prompts[number // n]) for number in mine) + sampling.max_new_tokens
-            pages = -(-longest // _PAGE) * rows
-            generator = Generator(self._engine.generator, tokens=pages * _PAGE, page_size=_PAGE, most_rows=rows)
+            room = self._room(-(-longest // _PAGE) * _PAGE, rows)
+            generator = room.generator
             requests = {
                 number: generator.submit(
                     prompts[number // n], replace(sampling, seed=key_of(f"rollout/{sampling.seed}/{number}"))
@@ -145,7 +147,27 @@ class EngineRollouts:
             while not all(request.finish for request in requests.values()):
                 generator.step()
             found = {number: (list(r.tokens), list(r.logprobs)) for number, r in requests.items()}
+            if self._keeps:  # not after an error, which leaves requests behind
+                self._kept = room
         if parts > 1:
             for each in all_gather_object(list(found.items()), world.row_group, self._engine.device):
                 found.update(each)
         return Rollouts([found[i][0] for i in numbers], [found[i][1] for i in numbers], self._engine.steps)
+
+    def _room(self, longest: int, rows: int) -> _Room:
+        """Return what generates so many texts at once, of at most so many tokens each, with the weights as they are now."""
+        kept, self._kept = self._kept, None
+        if kept is not None and longest <= kept.longest and rows == kept.rows:
+            kept.generator.new_weights()
+            return kept
+        kept = None  # releases its pages
+        made = Generator(self._engine.generator, tokens=longest * rows, page_size=_PAGE, most_rows=rows)
+        return _Room(longest, rows, made)
+
+
+class _Room(NamedTuple):
+    """A generator of some texts at once, of at most so many tokens each."""
+
+    longest: int
+    rows: int
+    generator: Generator

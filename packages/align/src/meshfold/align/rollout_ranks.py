@@ -175,6 +175,7 @@ class TwoParts:
         self._settings = {name: settings[name] for name in _OF_ENGINE if name in settings}
         self.generates = world.mesh.rank >= train
         self.engine: Engine | None = None
+        self._generator: EngineRollouts | None = None
         self._transfer: WeightTransfer | None = None
         self.transfers = 0
         self._version = 0
@@ -257,7 +258,9 @@ class TwoParts:
             SpecError: if it has failed.
         """
         assert self.engine is not None and self._transfer is not None
-        generator = EngineRollouts(self.engine, rows=self._rows)
+        if self._generator is None:
+            self._generator = EngineRollouts(self.engine, rows=self._rows, keeps=True)
+        generator = self._generator
         while True:
             kind, content = self._broadcast(None, 0)
             if kind == "weights":
