@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import median, ratios
-from benchmarks.reports import met, ratio, read_bars, table
+from benchmarks.reports import JOULES, joules, met, ratio, read_bars, table
 
 JUDGED = dict(vocabulary=128256, hidden=4096, heads=32, kv_heads=8, ffn=14336, layers=32)
 """The model that the bars are for."""
@@ -25,7 +25,7 @@ def report(path: Path) -> None:
     ranks = settings.get("ranks", 1)
     bound = settings["weight_bytes"] / ranks / (settings["bandwidth"] * 1e9)
     peer = times.get(PEER)
-    rows = []
+    rows, sampled = [], any(found["power"].values())
     for name, values in times.items():
         tokens = [value / settings["new"] for value in values]
         power, gib = found["power"][name], found["peak_bytes"][name] / 2**30
@@ -42,13 +42,12 @@ def report(path: Path) -> None:
                 f"{bound / median(tokens):.0%}",
                 ratio(values, peer) if peer else "–",
                 f"{gib:.2f}" if gib else "–",
-                f"{power['watts']:.0f}" if power else "–",
+                *(joules(power, median(values) / 1e3, settings["batch"] * settings["new"])[1:] if sampled else ()),
                 f"{error:.1e}" if error == error else "–",
                 f"{own:.1e}" if own == own else "–",
                 found["notes"].get(name, ""),
             )
         )
-    rows += [(name, *["–"] * 10, note) for name, note in found["notes"].items() if name not in times]
     head = (
         "contestant",
         "ms a token",
@@ -58,11 +57,12 @@ def report(path: Path) -> None:
         "of the bound",
         f"{PEER} ÷ this",
         "GiB beside weights",
-        "W",
+        *(JOULES[1:] if sampled else ()),
         "error",
         "of a forward",
         "note",
     )
+    rows += [(name, *["–"] * (len(head) - 2), note) for name, note in found["notes"].items() if name not in times]
     lines = [
         f"Measured on: {', '.join(f'{key} {value}' for key, value in found['machine'].items() if value is not None)}.",
         "",

@@ -52,6 +52,30 @@ ENERGY = ("J a step, all ranks", "MHz")
 """heads of :func:`energy`"""
 
 
+def mean_power(found: Iterable[Mapping[str, Any]]) -> dict[str, float]:
+    """Return the mean ``watts`` and ``mhz`` of the starts in which they were sampled; empty where they were in none."""
+    sampled = [one for one in found if "watts" in one]
+    return {key: sum(one[key] for one in sampled) / len(sampled) for key in ("watts", "mhz") if sampled}
+
+
+def joules(power: Mapping[str, float] | None, seconds: float, tokens: float) -> tuple[str, str, str, str]:
+    """Four cells: the joules of so many seconds over all GPUs, those of a token, watts and MHz; dashes without samples.
+
+    Args:
+        power: mean ``watts`` of all GPUs together and ``mhz`` of one.
+        seconds: of a step.
+        tokens: of a step.
+    """
+    if not power:
+        return ("–", "–", "–", "–")
+    spent = power["watts"] * seconds
+    return f"{spent:,.1f}", f"{spent / tokens:.3g}", f"{power['watts']:.0f}", f"{power['mhz']:.0f}"
+
+
+JOULES = ("J a step", "J a token", "W", "MHz")
+"""heads of :func:`joules`"""
+
+
 def met(yes: bool) -> str:
     """The verdict on a bar."""
     return "met" if yes else "**not met**"

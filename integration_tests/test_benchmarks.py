@@ -693,6 +693,33 @@ def test_tables_have_joules_and_clocks_where_power_was_sampled(area: str) -> Non
     assert head in said and "| 100.0 | 1650 |" in said and "| – | – |" in said
 
 
+@pytest.mark.parametrize(
+    ("area", "cells"), [("decode", "| 0.5 | 2000 | 1650 |"), ("align", "| 100.0 | 6.25 | 2000 | 1650 |")]
+)
+def test_tables_have_joules_of_a_token_where_power_was_sampled(area: str, cells: str, tmp_path: Path) -> None:
+    """50 ms at 2,000 W are 100 J, of 200 tokens or of 16; without samples there are no such columns."""
+    power, file = {"watts": 2000.0, "mhz": 1650.0}, tmp_path / "found.json"
+    for sampled in (power, {}):
+        if area == "decode":
+            settings = dict(
+                decode_report.JUDGED, batch=2, new=100, prompt=3, dtype="fp32", weight_bytes=1, bandwidth=1.0
+            )
+            of = dict(milliseconds={"ours": [50.0], "ours int8": [50.0]}, notes={"absent": "why"})
+            numbers = {key: {"ours": 0.0, "ours int8": 0.0} for key in ("peak_bytes", "error")}
+            result = dict(settings=settings, machine={}, power={"ours": sampled, "ours int8": {}}, **of, **numbers)
+        else:
+            work = dict(method="dpo", rows=2, group=1, prompt=2, completion=2)
+            runs = {"ours": [dict(seconds=[0.05], peak_bytes=1, **sampled)], "by hand": [dict(error="absent")]}
+            result = dict(machine={}, cases={"a": dict(work=work, runs=runs)})
+        file.write_text(json.dumps(result))
+        assert main(["bench", area, "--report", str(file)]) == 0
+        lines = file.with_suffix(".md").read_text().splitlines()
+        table = [line for line in lines if line.startswith("|")]
+        assert len({line.count("|") for line in table}) == 1
+        assert any("J a token | W | MHz |" in line for line in table) == bool(sampled)
+        assert any(cells in line for line in table) == bool(sampled)
+
+
 def test_no_number_stands_on_the_stroke_of_its_limit() -> None:
     figure, panels = reports.panels(1, 1, 3)
     values = {"near": 38.2, "far": 15.8, "beyond": 41.0, "without": 134.5}

@@ -31,8 +31,9 @@ from benchmarks.common import (
     start_settings,
     write,
 )
-from benchmarks.reports import table
+from benchmarks.reports import JOULES, joules, mean_power, table
 
+HEAD = ("contestant", "s a step", "tokens/s, prompts unshared", "× the best peer's speed", "peak GiB")
 SHAPES: dict[str, dict[str, Any]] = {
     "8B": dict(
         model_type="llama",
@@ -160,13 +161,13 @@ def report(path: Path) -> None:
         tokens = completions * (work["prompt"] + work["completion"])
         seconds = {each: _seconds(runs) for each, runs in case["runs"].items()}
         peers = [value for each, value in seconds.items() if value is not None and not each.startswith("ours")]
-        rows = []
+        sampled = any(mean_power(runs) for runs in case["runs"].values())
+        head, rows = (*HEAD, *(JOULES if sampled else ()), "note"), []
         for contestant, runs in case["runs"].items():
             spent, good = seconds[contestant], [run for run in runs if not run.get("error")]
             if spent is None:
-                rows.append((contestant, "–", "–", "–", "–", "–", runs[0]["error"]))
+                rows.append((contestant, *["–"] * (len(head) - 2), runs[0]["error"]))
                 continue
-            watts = [run["watts"] for run in good if "watts" in run]
             rows.append(
                 (
                     contestant,
@@ -174,19 +175,10 @@ def report(path: Path) -> None:
                     f"{tokens / spent:,.0f}",
                     f"{min(peers) / spent:.3f}" if peers else "–",
                     f"{max(run['peak_bytes'] for run in good) / 2**30:.1f}",
-                    f"{sum(watts) / len(watts):.0f}" if watts else "–",
+                    *(joules(mean_power(good), spent, tokens) if sampled else ()),
                     "; ".join(filter(None, (good[-1].get("plan", {}).get("shared", ""), good[-1].get("stopped", "")))),
                 )
             )
-        head = (
-            "contestant",
-            "s a step",
-            "tokens/s, prompts unshared",
-            "× the best peer's speed",
-            "peak GiB",
-            "W",
-            "note",
-        )
         lines += ["", f"**{name}**", "", *table(head, rows)]
     path.with_suffix(".md").write_text("\n".join(lines) + "\n", encoding="utf-8")
     print("\n".join(lines))
