@@ -2,13 +2,15 @@
 
 OPT-shaped decoders in bfloat16 with activation checkpointing and clipping at 1.0, as in the published comparisons of
 offloading. Each row runs in a process of its own, so that its peaks of GPU and host memory are its own. `meshfold bench
-zero-placements` writes JSON with the raw times; `--report FILE.json` makes the table and the plot from it.
+zero-placements` times steps after clocks have settled and writes JSON with the raw times, mean power and clock; `--report
+FILE.json` makes the table and the plot from it.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import resource
 import subprocess
 import sys
@@ -24,9 +26,10 @@ from torch import nn
 
 from benchmarks import reports
 from benchmarks.common import add_output, check_out, machine, median, synchronize, write
+from benchmarks.power import PowerLog
 from benchmarks.zero_offload.decoder import SHAPES, WORDS, decoder
 
-HEAD = ("state lives", "seconds a step", "GPU peak, GiB", "host peak, GiB", "loss after the last step")
+HEAD = ("state lives", "seconds a step", "GPU peak, GiB", "host peak, GiB")
 PLACEMENTS: dict[str, dict[str, Any] | None] = {
     "everything on the GPU, no zero": None,
     "cuda": dict(placement="cuda"),
@@ -63,7 +66,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--model", choices=SHAPES, default="6.7B")
     parser.add_argument("--rows", type=int, default=16, help="sequences of a step")
     parser.add_argument("--seq-len", type=int, default=1024)
-    parser.add_argument("--steps", type=int, default=6, help="timed, after two that are not")
+    parser.add_argument("--steps", type=int, default=6, help="timed, after those of the warm-up")
+    parser.add_argument("--settle-s", type=float, default=20.0, help="least seconds of warm-up: clocks settle")
     parser.add_argument("--only", nargs="+", choices=PLACEMENTS, default=list(PLACEMENTS))
     add_output(parser, "zero_placements")
     parser.add_argument("--row", choices=PLACEMENTS, help=argparse.SUPPRESS)
@@ -87,6 +91,7 @@ def main(argv: list[str]) -> int:
             "model": options.model,
             "rows": options.rows,
             "seq_len": options.seq_len,
+            "settle_s": options.settle_s,
             "precision": "bf16",
             "clip_grad_norm": 1.0,
             "activation_checkpointing": "every block",
@@ -99,17 +104,14 @@ def main(argv: list[str]) -> int:
 
 
 def in_a_process(name: str, argv: list[str]) -> dict[str, Any]:
-    """One row's numbers, or why it could not run."""
-    done = subprocess.run(
-        [sys.executable, __file__, *argv, "--row", name],
-        capture_output=True,
-        text=True,
-    )
+    """One row's numbers with mean watts and clock, or why it could not run."""
+    with PowerLog() as power:
+        done = subprocess.run([sys.executable, __file__, *argv, "--row", name], capture_output=True, text=True)
     if done.returncode:
         lines = done.stderr.strip().splitlines() or [f"ended with code {done.returncode}"]
         return {"error": lines[-1][:500]}
     found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
-    return found
+    return {**found, **power.mean(found.pop("first"), found.pop("last"), 1)}
 
 
 def model(shape: str, seq_len: int) -> nn.Module:
@@ -118,7 +120,11 @@ def model(shape: str, seq_len: int) -> nn.Module:
 
 
 def run(name: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Train some steps in this process."""
+    """Train some steps in this process.
+
+    The first two are no measure of a step; more follow until clocks have settled. Losses and norms are those of the first
+    ``steps + 2``, so that rows have as many of them, however long their steps take.
+    """
     from meshfold.engine import Engine
 
     zero = PLACEMENTS[name]
@@ -133,20 +139,30 @@ def run(name: str, options: argparse.Namespace) -> dict[str, Any]:
     built = time.perf_counter() - begin
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(WORDS, (options.rows, options.seq_len), generator=generator).to(engine.device)
-    seconds, losses, norms = [], [], []
-    for _ in range(options.steps + 2):
+    losses, norms = [], []
+
+    def step() -> float:
         synchronize()
         begin = time.perf_counter()
         losses.append(engine.train_step({"input_ids": ids, "labels": ids}))
         synchronize()
-        seconds.append(time.perf_counter() - begin)
         norms.append(engine.last.grad_norm if engine.last is not None else None)
+        return time.perf_counter() - begin
+
+    step()
+    for _ in range(math.ceil(options.settle_s / step())):
+        step()
+    first = time.time()
+    seconds = [step() for _ in range(options.steps)]
+    last = time.time()
     engine.close()
     return {
         "seconds_to_build": built,
-        "seconds": seconds[2:],
-        "losses": losses,
-        "grad_norms": norms,
+        "seconds": seconds,
+        "first": first,
+        "last": last,
+        "losses": losses[: options.steps + 2],
+        "grad_norms": norms[: options.steps + 2],
         "gpu_peak_bytes": torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0,
         "host_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     }
@@ -164,25 +180,31 @@ def report(path: Path) -> None:
     """Table and plot from a result."""
     result = json.loads(path.read_text())
     about, rows = result["settings"], result["rows"]
+    sampled = any("watts" in row for row in rows.values())
+    steps = max((len(row["losses"]) for row in rows.values() if "error" not in row), default=0)
+    head = (*HEAD, *(reports.JOULES if sampled else ()), f"loss of step {steps}")
+    tokens = about["rows"] * about["seq_len"] if sampled else 0
     lines = [
         f"{about['model']}, {about['rows']} × {about['seq_len']} tokens a step; {result['machine'].get('gpu', 'CPU')}, torch "
         f"{result['machine']['torch']}; bfloat16, every block recomputed, clipped at 1.0. Median of the timed steps, lowest and "
         "highest in brackets.",
         "",
-        *reports.table(HEAD, (_row(name, row) for name, row in rows.items())),
+        *reports.table(head, (_row(name, row, tokens, len(head)) for name, row in rows.items())),
     ]
     reports.save(drawn(about, {name: row for name, row in rows.items() if "error" not in row}), lines, path)
 
 
-def _row(name: str, row: dict[str, Any]) -> list[str]:
+def _row(name: str, row: dict[str, Any], tokens: int, cells: int) -> list[str]:
+    """Return a row of so many cells; ``tokens`` of a step, 0 where no power was sampled."""
     if "error" in row:
-        return [name, "–", "–", "–", row["error"]]
+        return [name, *["–"] * (cells - 2), row["error"]]
     times = row["seconds"]
     return [
         name,
         reports.spread((median(times), min(times), max(times)), 3),
         f"{row['gpu_peak_bytes'] / 2**30:.1f}",
         f"{row['host_peak_bytes'] / 2**30:.1f}",
+        *(reports.joules(reports.mean_power([row]), median(times), tokens) if tokens else ()),
         f"{row['losses'][-1]:.3f}",
     ]
 

@@ -17,6 +17,7 @@ from benchmarks.foresight.configurations import GiB, configurations, planned, ru
 from benchmarks.foresight.first_choice import FirstChoice
 from benchmarks.foresight.run import main, measure, outcomes
 from benchmarks.foresight.worker import measured, run
+from benchmarks.power import PowerLog
 from meshfold.mesh import Mesh, ParallelSpec, start
 from meshfold.mesh.testing import run_on_ranks
 from meshfold.planner import find_machine
@@ -76,6 +77,17 @@ def test_errors_are_of_the_fastest_start_and_the_bars_judge_all() -> None:
     assert all(ok for _, ok in report.verdict_lines(good))
     text = report.described(found)
     assert "+5.0 %" in text and "full" in text and "not counted" in text
+
+
+def test_the_table_has_joules_of_the_fastest_start_where_power_was_sampled() -> None:
+    """1 s at 700 W are 700 J; the slower start had another power. Without samples there are no such columns."""
+    slow, fast = ({"seconds": [seconds], "bytes": 0} for seconds in (3.0, 1.0))
+    found = result((1.0, 0, [{**slow, "watts": 300.0, "mhz": 1980.0}, {**fast, "watts": 700.0, "mhz": 1500.0}]))
+    for one in found["configurations"].values():
+        one["configuration"] |= {"batch": 2, "seq_len": 50}
+    text = report.described(found)
+    assert "| J a step | J a token | W | MHz |" in text and "| 700.0 | 7 | 700 | 1500 |" in text
+    assert "J a step" not in report.described(result((1.0, 0, [slow, fast])))
 
 
 def of_one_model(found: dict[str, Any]) -> dict[str, Any]:
@@ -193,6 +205,33 @@ def test_ranks_that_run_out_of_memory_begin_anew(tmp_path: Path, monkeypatch: py
     assert runs["cpu-llama"] == runs["cpu-gpt-fp64"] == {"seconds": [1.0], "bytes": 1}
 
 
+def test_power_is_sampled_while_a_configuration_is_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On GPUs; the first second is left out, since readings are means over one."""
+    asked: list[tuple[float, float, int]] = []
+
+    class Power(PowerLog):
+        def __enter__(self) -> PowerLog:
+            return self
+
+        def mean(self, begin: float, end: float, gpus: int) -> dict[str, float]:
+            asked.append((begin, end, gpus))
+            return {"watts": 500.0, "mhz": 1500.0}
+
+    def start_ranks(_worker: Path, words: list[str], _ranks: int, _timeout: float) -> tuple[int, str]:
+        line = {"name": "cpu-gpt", "seconds": [1.0], "bytes": 1, "first": 10.0, "last": 14.0}
+        Path(json.loads(words[0])["out"]).write_text(json.dumps(line))
+        return 0, ""
+
+    monkeypatch.setattr("benchmarks.foresight.run.start_ranks", start_ranks)
+    monkeypatch.setattr("benchmarks.foresight.run.PowerLog", Power)
+    for device, power in (("cuda", {"watts": 500.0, "mhz": 1500.0}), ("cpu", {})):
+        found: dict[str, Any] = {"configurations": {"cpu-gpt": {"runs": []}}}
+        given = dict(rounds=1, window_s=0.0, begun=0.0, budget_s=1.0, timeout=1.0, out=tmp_path / "o.json")
+        measure({"cpu-gpt": (KNOWN["cpu-gpt"], {})}, found, Namespace(**given, device=device), tmp_path)
+        assert found["configurations"]["cpu-gpt"]["runs"] == [{"seconds": [1.0], "bytes": 1, **power}]
+    assert asked == [(11.0, 14.0, KNOWN["cpu-gpt"].ranks)]
+
+
 def test_a_worker_notes_what_it_begins_and_stops_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         "benchmarks.foresight.worker.configurations", lambda: {"small": replace(TINY, ranks=1, parallel="dict()")}
@@ -203,7 +242,7 @@ def test_a_worker_notes_what_it_begins_and_stops_in_time(tmp_path: Path, monkeyp
     assert not out.exists()
     run({**job, "until": 2.0**40})
     first, second = map(json.loads, out.read_text().splitlines())
-    assert first == {"name": "small", "begun": True} and second["bytes"] > 0
+    assert first == {"name": "small", "begun": True} and second["bytes"] > 0 and 0 < second["first"] <= second["last"]
 
 
 def test_measured_configurations_are_planned_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -720,6 +720,25 @@ def test_tables_have_joules_of_a_token_where_power_was_sampled(area: str, cells:
         assert any(cells in line for line in table) == bool(sampled)
 
 
+@pytest.mark.usefixtures("warm_commands")
+def test_placements_have_joules_where_power_was_sampled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Losses are those of the first steps, however many it took to settle."""
+    out = tmp_path / "found.json"
+    words = ["--model", "tiny", "--rows", "2", "--seq-len", "8", "--steps", "2", "--settle-s", "0.05"]
+    words += ["--only", "everything on the GPU, no zero", "--out", str(out)]
+    monkeypatch.setattr("benchmarks.zero_placements.PowerLog", PowerOfAnyTime)
+    assert main(["bench", "zero-placements", *words]) == 0
+    head, _, row = [line for line in out.with_suffix(".md").read_text().splitlines() if line.startswith("|")]
+    assert head.endswith("| J a step | J a token | W | MHz | loss of step 4 |") and "| 500 | 1500 |" in row
+    found = json.loads(out.read_text())
+    (one,) = found["rows"].values()
+    assert len(one["seconds"]) == 2 and len(one["losses"]) == len(one["grad_norms"]) == 4
+    del one["watts"], one["mhz"]
+    out.write_text(json.dumps(found))
+    assert main(["bench", "zero-placements", "--report", str(out)]) == 0
+    assert "MHz" not in out.with_suffix(".md").read_text()
+
+
 def test_no_number_stands_on_the_stroke_of_its_limit() -> None:
     figure, panels = reports.panels(1, 1, 3)
     values = {"near": 38.2, "far": 15.8, "beyond": 41.0, "without": 134.5}

@@ -84,7 +84,7 @@ def described(result: Mapping[str, Any]) -> str:
         *(line for line, _ in verdict_lines(result)),
         "",
     ]
-    rows = []
+    rows, sampled = [], any("watts" in run for one in result["configurations"].values() for run in one["runs"])
     for name, one in result["configurations"].items():
         plan, has = one["planned"], found.get(name)
         if has is None:
@@ -102,10 +102,18 @@ def described(result: Mapping[str, Any]) -> str:
                 f"{plan['bytes'] / 2**30:.3f}",
                 f"{has['bytes'] / 2**30:.3f}" if held else "",
                 f"{100 * has['memory error']:+.1f} %" if held else "not counted",
+                *(_energy(one) if sampled else ()),
             )
         )
     head = ("configuration", "spec", "planned s", "measured s", "error", "planned GiB", "measured GiB", "error")
-    return "\n".join([*lines, *reports.table(head, rows), *_firsts(result)])
+    return "\n".join([*lines, *reports.table(head + (reports.JOULES if sampled else ()), rows), *_firsts(result)])
+
+
+def _energy(one: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the cells of the energy of a configuration's fastest start."""
+    run = min((run for run in one["runs"] if "error" not in run), key=lambda run: median(run["seconds"]))
+    asked = one["configuration"]
+    return reports.joules(reports.mean_power([run]), median(run["seconds"]), asked["batch"] * asked["seq_len"])
 
 
 def _firsts(result: Mapping[str, Any]) -> list[str]:

@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -24,10 +25,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that this fil
 
 import torch
 
-from benchmarks.common import add_output, by_turns, check_out, how_it_ended, machine, start_ranks, write
+from benchmarks.common import AVERAGED_S, add_output, by_turns, check_out, how_it_ended, machine, start_ranks, write
 from benchmarks.foresight.again import compared, planned_again
 from benchmarks.foresight.configurations import Configuration, configurations, planned, runnable
 from benchmarks.foresight.report import report, verdict_lines
+from benchmarks.power import PowerLog
 from meshfold.mesh import MeshfoldError
 from meshfold.planner import Machine, find_machine
 
@@ -184,7 +186,8 @@ def measure(
                     "window_s": args.window_s,
                     "until": args.begun + args.budget_s,
                 }
-                ended, said = start_ranks(WORKER, [json.dumps(job)], ranks, args.timeout)
+                with PowerLog() if args.device == "cuda" else nullcontext() as power:
+                    ended, said = start_ranks(WORKER, [json.dumps(job)], ranks, args.timeout)
                 lines = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
                 done = outcomes(lines, how_it_ended(ended, said, args.timeout) if ended != 0 else "")
                 if ended != 0:
@@ -192,6 +195,8 @@ def measure(
                     if not done:
                         raise SystemExit(f"the ranks did not start: {how_it_ended(ended, said, args.timeout)}")
                 for name, run in done.items():
+                    span = run.pop("first", 0.0) + AVERAGED_S, run.pop("last", 0.0)
+                    run.update(power.mean(*span, ranks) if power is not None else {})
                     result["configurations"][name]["runs"].append(run)
                 write(args.out, result)
                 waiting = [] if ended == 0 else [name for name in waiting if name not in done]

@@ -84,6 +84,7 @@ def measured(
 
     On a GPU bytes are the allocator's largest; on a CPU those of all tensors that operators made, in one more step that is not
     timed; under ``zero``, whose chunks no operator makes, there are none. ``before``: those that were allocated before it began.
+    ``first`` and ``last``: seconds since the epoch between which the timed steps ran.
     """
     before = _release(device)
     model = one.choose(folder)
@@ -133,13 +134,17 @@ def measured(
                     break
                 step()
             steps = max(_LEAST, math.ceil(window_s / _most(step(), everyone, device)))
+            first = time.time()
             seconds = [_most(step(), everyone, device) for _ in range(steps)]
+            last = time.time()
             if on_gpu:
                 held = max(held, torch.cuda.max_memory_allocated(device))
             said = _said_of(engine)
     most = {"bytes": held, "before": before}
     return {
         "seconds": seconds,
+        "first": first,
+        "last": last,
         **said,
         **{name: int(_most(float(value), everyone, device)) for name, value in most.items()},
     }
