@@ -364,13 +364,7 @@ class Passing(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-LOOKS = pytest.mark.skipif(
-    not hasattr(torch._C, "_skip_one_hop_torch_function"),
-    reason="torch 2.11 cuts a graph that looks at a subclass there",
-)
-
-
-@pytest.mark.parametrize("mode", [nullcontext, pytest.param(Passing, marks=LOOKS)])
+@pytest.mark.parametrize("mode", [nullcontext, Passing])
 def test_code_that_looks_at_watched_parameters_compiles_to_one_graph(mode: Callable[[], Any]) -> None:
     """Also where a function mode is active; eager code makes no call of Python for them."""
     torch.compiler.reset()

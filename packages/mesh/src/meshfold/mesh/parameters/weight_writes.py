@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from types import FrameType
+from types import FrameType, FunctionType
 from typing import Any, Never
 
 import torch
@@ -28,6 +28,7 @@ _PLAIN = torch._C._disabled_torch_function_impl
 """What ``nn.Parameter`` has as ``__torch_function__``. torch reads a watched parameter's from the parameter, and then makes no call
 of Python for it. torch.compile reads it from the class, and where a function mode is active, as for dropout or a split sequence, it
 cannot trace this one: each look at a parameter would cut the graph of a block."""
+_SKIPS = hasattr(torch._C, "_skip_one_hop_torch_function")  # not in torch 2.11
 _WHY = "_meshfold_why"
 
 
@@ -38,13 +39,19 @@ class WeightWriteError(MeshfoldError, RuntimeError):
 class WatchedParameter(nn.Parameter):
     """A parameter whose weights are stored elsewhere too; ``.data`` is noted, since torch does not count changes made by it."""
 
-    if hasattr(torch._C, "_skip_one_hop_torch_function"):  # not in torch 2.11, where such a graph is cut
-
-        @classmethod
-        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            """Run a function as for ``nn.Parameter``. Compiled code traces this; elsewhere :data:`_PLAIN` is found in its stead."""
-            with torch._C.DisableTorchFunction():
-                return torch._C._skip_one_hop_torch_function(func, types, args, kwargs or {})
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run a function as for ``nn.Parameter``. Compiled code traces this; elsewhere :data:`_PLAIN` is found in its stead."""
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunction():
+            if _SKIPS:
+                return torch._C._skip_one_hop_torch_function(func, types, args, kwargs)
+            if isinstance(
+                func, FunctionType
+            ):  # would ask a parameter again, but no view of it, which is a plain tensor
+                args = tuple(_plain(value) for value in args)
+                kwargs = {name: _plain(value) for name, value in kwargs.items()}
+            return func(*args, **kwargs)
 
     @property
     def data(self) -> Tensor:
@@ -69,6 +76,10 @@ class WatchedParameter(nn.Parameter):
         if values.data_ptr() != mine.data_ptr():
             with torch.no_grad():
                 mine.copy_(values)
+
+
+def _plain(value: Any) -> Any:
+    return value.view(value.shape) if isinstance(value, WatchedParameter) else value
 
 
 class RefusingParameter(nn.Parameter):
