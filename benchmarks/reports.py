@@ -43,15 +43,6 @@ def spread(found: tuple[float, float, float], digits: int) -> str:
     return f"{middle} ({low}–{high})"
 
 
-def energy(power: Mapping[str, float] | None, milliseconds: float) -> tuple[str, str]:
-    """Two cells: the joules of a step over all GPUs, and the mean clock in MHz; dashes where no power was sampled."""
-    return (f"{power['watts'] * milliseconds / 1e3:.1f}", f"{power['mhz']:.0f}") if power else ("–", "–")
-
-
-ENERGY = ("J a step, all ranks", "MHz")
-"""heads of :func:`energy`"""
-
-
 def mean_power(found: Iterable[Mapping[str, Any]]) -> dict[str, float]:
     """Return the mean ``watts`` and ``mhz`` of the starts in which they were sampled; empty where they were in none."""
     sampled = [one for one in found if "watts" in one]
@@ -69,11 +60,21 @@ def joules(power: Mapping[str, float] | None, seconds: float, tokens: float) -> 
     if not power:
         return ("–", "–", "–", "–")
     spent = power["watts"] * seconds
-    return f"{spent:,.1f}", f"{spent / tokens:.3g}", f"{power['watts']:.0f}", f"{power['mhz']:.0f}"
+    return f"{spent:,.1f}", f"{spent / tokens:#.3g}".rstrip("."), f"{power['watts']:.0f}", f"{power['mhz']:.0f}"
 
 
 JOULES = ("J a step", "J a token", "W", "MHz")
 """heads of :func:`joules`"""
+
+
+def energy(power: Mapping[str, float] | None, milliseconds: float, tokens: float) -> tuple[str, str, str]:
+    """Three cells: :func:`joules` of so many milliseconds without the watts."""
+    step, token, _, clock = joules(power, milliseconds / 1e3, tokens)
+    return step, token, clock
+
+
+ENERGY = ("J a step, all ranks", "J a token", "MHz")
+"""heads of :func:`energy`"""
 
 
 def met(yes: bool) -> str:

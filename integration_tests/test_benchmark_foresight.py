@@ -86,7 +86,7 @@ def test_the_table_has_joules_of_the_fastest_start_where_power_was_sampled() -> 
     for one in found["configurations"].values():
         one["configuration"] |= {"batch": 2, "seq_len": 50}
     text = report.described(found)
-    assert "| J a step | J a token | W | MHz |" in text and "| 700.0 | 7 | 700 | 1500 |" in text
+    assert "| J a step | J a token | W | MHz |" in text and "| 700.0 | 7.00 | 700 | 1500 |" in text
     assert "J a step" not in report.described(result((1.0, 0, [slow, fast])))
 
 

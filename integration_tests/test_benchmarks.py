@@ -673,7 +673,9 @@ def test_joules_are_those_of_a_window_of_each_contestant(monkeypatch: pytest.Mon
     found = common.energy_windows([*some, common.Contestant("could not be built")], **given)
     assert {name: (each["watts"], each["mhz"]) for name, each in found.items()} == dict.fromkeys("ab", (1000.0, 1500.0))
     assert steps["a"] >= 3 and steps["b"] >= 3 and all(each["milliseconds"] > 0 for each in found.values())
-    assert reports.energy(found["a"], 20.0) == ("20.0", "1500") and reports.energy(None, 20.0) == ("–", "–")
+    assert (
+        reports.energy(found["a"], 20.0, 8) == ("20.0", "2.50", "1500") and reports.energy(None, 20.0, 8) == ("–",) * 3
+    )
 
 
 @pytest.mark.parametrize("area", ["attention", "pipeline", "longest_sequence"])
@@ -681,7 +683,7 @@ def test_tables_have_joules_and_clocks_where_power_was_sampled(area: str) -> Non
     module = import_module(f"benchmarks.{area}.{'run' if area == 'longest_sequence' else 'report'}")
     result = json.loads((Path(reports.__file__).parent / "results" / f"{area}.json").read_text())
     power = {"watts": 2000.0, "mhz": 1650.0, "milliseconds": 50.0}
-    head = "J a step, all ranks | MHz |"
+    head = "J a step, all ranks | J a token | MHz |"
     assert head not in module.described(result)
     if area == "longest_sequence":
         (best, *_) = [each for each in result["counts"]["4"]["attempts"] if each["fits"]]
@@ -690,11 +692,14 @@ def test_tables_have_joules_and_clocks_where_power_was_sampled(area: str) -> Non
         for case in result["cases"].values():
             case["power"] = {next(iter(case["milliseconds"])): power}
     said = module.described(result)
-    assert head in said and "| 100.0 | 1650 |" in said and "| – | – |" in said
+    tokens = dict(
+        attention=32768, pipeline=8 * 2048, longest_sequence=result.get("counts", {}).get("4", {}).get("fits")
+    )
+    assert head in said and f"| 100.0 | {100 / tokens[area]:#.3g} | 1650 |" in said and "| – | – | – |" in said
 
 
 @pytest.mark.parametrize(
-    ("area", "cells"), [("decode", "| 0.5 | 2000 | 1650 |"), ("align", "| 100.0 | 6.25 | 2000 | 1650 |")]
+    ("area", "cells"), [("decode", "| 0.500 | 2000 | 1650 |"), ("align", "| 100.0 | 6.25 | 2000 | 1650 |")]
 )
 def test_tables_have_joules_of_a_token_where_power_was_sampled(area: str, cells: str, tmp_path: Path) -> None:
     """50 ms at 2,000 W are 100 J, of 200 tokens or of 16; without samples there are no such columns."""

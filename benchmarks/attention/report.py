@@ -30,14 +30,14 @@ def described(result: dict[str, Any]) -> str:
             "",
             f"## {int(length):,} tokens",
             "",
-            *_table(result, case),
+            *_table(result, case, int(length)),
             "",
             *bars(case, s["kernels"], s["ranks"]),
         ]
     return "\n".join([*lines, *reports.notes(result["notes"])])
 
 
-def _table(result: dict[str, Any], case: dict[str, Any]) -> list[str]:
+def _table(result: dict[str, Any], case: dict[str, Any], tokens: int) -> list[str]:
     times = case["milliseconds"]
     peers = [name for name in times if name.startswith("torch")]
     power = case.get("power", {})
@@ -53,7 +53,11 @@ def _table(result: dict[str, Any], case: dict[str, Any]) -> list[str]:
                 f"{case['flops_per_rank'] / median(values) / 1e9:.0f}",
                 f"{case['peak_bytes'][name] / 2**30:.2f}",
                 f"{result['relative_error'][name]:.5f}",
-                *(reports.energy(found := power.get(name), found["milliseconds"] if found else 0.0) if power else ()),
+                *(
+                    reports.energy(found := power.get(name), found["milliseconds"] if found else 0.0, tokens)
+                    if power
+                    else ()
+                ),
             ]
             for name, values in times.items()
         ),

@@ -230,8 +230,15 @@ def _rows(counts: dict[str, Any], sampled: bool) -> Iterator[list[str]]:
             f"{found['fits'] / one:.2f}" if one else "–",
             f"{best['seconds']:.1f}" if best else "–",
             f"{best['peak_bytes'] / GIB:.2f}" if best else "–",
-            *(reports.energy((best or {}).get("power"), 1e3 * best["seconds"] if best else 0.0) if sampled else ()),
+            *(_energy(best) if sampled else ()),
         ]
+
+
+def _energy(best: dict[str, Any] | None) -> tuple[str, str, str]:
+    """Return the cells of the energy of a step; dashes where none fits."""
+    if best is None:
+        return reports.energy(None, 0.0, 1)
+    return reports.energy(best.get("power"), 1e3 * best["seconds"], best["tokens"])
 
 
 def report(path: Path) -> int:

@@ -48,14 +48,14 @@ def described(result: dict[str, Any]) -> str:
             "",
             f"## {microbatches} micro-batches, {rounds} rounds",
             "",
-            *_table(case),
+            *_table(case, int(microbatches) * s["rows"] * s["seq_len"]),
             "",
             *bars(case, s["ranks"]),
         ]
     return "\n".join([*lines, *reports.notes(result.get("notes", {}), "why not")])
 
 
-def _table(case: dict[str, Any]) -> list[str]:
+def _table(case: dict[str, Any], tokens: int) -> list[str]:
     peers = [name for name in case["milliseconds"] if name.startswith("torch")]
     head = (
         "contestant",
@@ -63,10 +63,10 @@ def _table(case: dict[str, Any]) -> list[str]:
         *BEHIND,
         *(reports.ENERGY if case.get("power") else ()),
     )
-    return reports.table(head, (_row(case, name, peers) for name in case["milliseconds"]))
+    return reports.table(head, (_row(case, name, peers, tokens) for name in case["milliseconds"]))
 
 
-def _row(case: dict[str, Any], name: str, peers: list[str]) -> list[str]:
+def _row(case: dict[str, Any], name: str, peers: list[str], tokens: int) -> list[str]:
     times, bubble, power = case["milliseconds"], case["bubbles"].get(name), case.get("power", {})
     found = power.get(name)
     shares = ("measured", "simulated", "simulated_from_run")
@@ -79,7 +79,7 @@ def _row(case: dict[str, Any], name: str, peers: list[str]) -> list[str]:
         *(f"{bubble[share]:.1%}" if bubble else "–" for share in shares),
         f"{case['loss'][name]:.4f}",
         f"{case['norm_error'][name]:.1e}",
-        *(reports.energy(found, found["milliseconds"] if found else 0.0) if power else ()),
+        *(reports.energy(found, found["milliseconds"] if found else 0.0, tokens) if power else ()),
     ]
 
 

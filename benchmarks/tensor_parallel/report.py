@@ -23,7 +23,7 @@ def table(result: dict[str, Any]) -> str:
     times = result["milliseconds"]
     teraflops = result["flops_per_step_per_rank"] / 1e9
     peers = [name for name in PEERS if name in times]
-    power = result.get("power", {})
+    power, tokens = result.get("power", {}), result["settings"]["batch"] * result["settings"]["seq_len"]
     head = ["contestant", *(f"{peer} ÷ this" for peer in peers), "ms", "TFLOP/s a rank", "peak GiB", "error"]
     rows = [
         [
@@ -33,7 +33,7 @@ def table(result: dict[str, Any]) -> str:
             f"{teraflops / median(values):.0f}",
             f"{result['peak_bytes'][name] / 2**30:.2f}",
             f"{result['relative_error'][name]:.4f}",
-            *(reports.energy(power.get(name), median(values)) if any(power.values()) else ()),
+            *(reports.energy(power.get(name), median(values), tokens) if any(power.values()) else ()),
         ]
         for name, values in times.items()
     ]

@@ -24,6 +24,7 @@ HEAD = (
     "GPU GiB (reserved)",
     "host GiB",
     "J a step (W, MHz)",
+    "J a token",
     "predicted s, GPU GiB",
     "loss",
 )
@@ -103,7 +104,7 @@ def _row(
         _factors(last),
         f"{verdict.peak(runs, 'gpu_peak_bytes'):.1f} ({verdict.peak(runs, 'gpu_reserved_peak_bytes'):.1f})",
         f"{verdict.peak(runs, 'host_peak_bytes'):.1f}",
-        _energy(last),
+        *_energy(last, tokens * ranks),
         _predicted(last),
         f"{last['steps'][0]['loss']:.3f} → {last['steps'][-1]['loss']:.3f}",
     ]
@@ -117,13 +118,13 @@ def _factors(row: dict[str, Any]) -> str:
     return f"{low:.3g}" if low == high else f"{low:.3g}–{high:.3g}"
 
 
-def _energy(row: dict[str, Any]) -> str:
-    """Joules of the GPUs in a step, with their watts together and the clock of one."""
+def _energy(row: dict[str, Any], tokens: int) -> tuple[str, str]:
+    """Joules of the GPUs in a step, with their watts together and the clock of one, and those of a token of all ranks."""
     found = row.get("power") or {}
     if not found:
-        return "–"
-    joules = found["watts"] * median(verdict.seconds(row))
-    return f"{joules:,.0f} ({found['watts']:.0f}, {found['mhz']:.0f})"
+        return "–", "–"
+    _, token, watts, clock = reports.joules(found, middle := median(verdict.seconds(row)), tokens)
+    return f"{found['watts'] * middle:,.0f} ({watts}, {clock})", token
 
 
 def _predicted(row: dict[str, Any]) -> str:
