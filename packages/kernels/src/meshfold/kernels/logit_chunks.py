@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -108,7 +109,9 @@ class LogitChunks:
     def __iter__(self) -> Iterator[slice]:
         """Yield the place of each chunk among the rows, once its logits are computed."""
         count, size = self._rows.shape[0], self._settings.chunk
-        for first in range(0, count, size):
+        places = range(0, count, size)
+        # The first chunk writes the weight's gradient; those that add to it are alike, so a count on meta tensors may take a few.
+        for first in itertools.chain(places[:1], dispatch.parts_to_run(places[1:], self._rows)):
             self._at = slice(first, min(first + size, count))
             rows = self._rows[self._at]
             self._padded = self._buffer[: rows.shape[0]]

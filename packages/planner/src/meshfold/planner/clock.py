@@ -8,12 +8,14 @@ memory. The host launches operators one by one, and a faster device waits for it
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from typing import Any
 
-from meshfold.kernels import count_kernels
+from meshfold.kernels import count_kernels, count_parts
 from meshfold.mesh.model_io import FORWARD, DryRun, LiveBytes, Operator, OperatorCounter
+from meshfold.mesh.recording import recorded_times
 from meshfold.planner.efficiency import MATMULS
 from meshfold.planner.machines import Machine
 
@@ -182,16 +184,27 @@ def operator_seconds(operator: Operator, machine: Machine, precision: str) -> fl
     return max(operator.computed * operator.flop / rate, moving)
 
 
-def kernels_of(kind: str, counter: OperatorCounter, live: LiveBytes | None = None) -> AbstractContextManager[None]:
+@contextmanager
+def kernels_of(kind: str, counter: OperatorCounter, live: LiveBytes | None = None) -> Iterator[None]:
     """Context manager: on meta tensors our kernels run as on a kind of device.
 
-    On a GPU each is one operator, which has its arguments and results only. A CPU runs the operators of its reference.
+    On a GPU each is one operator, which has its arguments and results only. A CPU runs the operators of its reference. Of equal
+    parts, such as the chunks of tokens of a loss, one runs and counts as all.
     """
-    if kind != "gpu":
-        return nullcontext()
-    if live is None:
-        return count_kernels(counter.as_one)
-    return count_kernels(lambda function: live.as_one(counter.as_one(function)))
+
+    def repeats(parts: Sequence[Any]) -> Iterator[Any]:
+        """Run the first part, which counts as all but the last one, and the last one, which may be smaller."""
+        if len(parts) > 1:
+            with counter.times(len(parts) - 1), recorded_times(len(parts) - 1):
+                yield parts[0]
+        yield from parts[-1:]
+
+    with ExitStack() as stack:
+        stack.enter_context(count_parts(repeats))
+        if kind == "gpu":
+            counted = counter.as_one
+            stack.enter_context(count_kernels(counted if live is None else lambda kernel: live.as_one(counted(kernel))))
+        yield
 
 
 def optimizer_seconds(moved: int, machine: Machine) -> float:

@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
-from meshfold.mesh.recording.comm_log import KINDS, Entry, Kind, Log, moved_bytes, record, unrecorded, weight_gradients
+from meshfold.mesh.recording.comm_log import (
+    KINDS,
+    Entry,
+    Kind,
+    Log,
+    moved_bytes,
+    record,
+    recorded_times,
+    unrecorded,
+    weight_gradients,
+)
 from meshfold.mesh.recording.flight_recorder import at_step
 
 __all__ = [
@@ -13,6 +23,7 @@ __all__ = [
     "at_step",
     "moved_bytes",
     "record",
+    "recorded_times",
     "unrecorded",
     "weight_gradients",
 ]

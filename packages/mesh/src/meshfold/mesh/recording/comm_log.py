@@ -131,6 +131,15 @@ def unrecorded() -> Iterator[None]:
         _active[:] = logs
 
 
+@contextmanager
+def recorded_times(number: int) -> Iterator[None]:
+    """Context manager: what is issued inside is in the active recordings ``number`` times, as if a loop issued it."""
+    before = [(log, len(log.entries)) for log in _active]
+    yield
+    for log, first in before:
+        log.entries += log.entries[first:] * (number - 1)
+
+
 _of_weights: list[bool] = []
 
 

@@ -50,7 +50,7 @@ class _Ordered(OperatorCounter):
 
     def note(self, operator: Operator) -> None:
         super().note(operator)
-        self.order.append(operator)
+        self.order += [operator] * self._times
 
     @contextmanager
     def after_forward(self, around: Any) -> Iterator[None]:
