@@ -49,12 +49,14 @@ class Case:
         words: what follows ``meshfold bench``; nothing: a small model, run by this file.
         tiny: what follows them with ``--tiny``.
         seconds: reads the seconds of all timed steps from the JSON that it wrote.
+        power: reads the mean watts and MHz of these steps from it, if another benchmark sampled them.
     """
 
     about: str
     words: tuple[str, ...] = ()
     tiny: tuple[str, ...] = ()
     seconds: Callable[[dict[str, Any]], list[float]] = lambda found: list(found["seconds"])
+    power: Callable[[dict[str, Any]], dict[str, float]] = lambda found: {}
 
 
 def _specs(name: str, model: str = "llama-8b") -> Case:
@@ -80,7 +82,13 @@ def _specs(name: str, model: str = "llama-8b") -> Case:
         "6",
     )
     size = model.removeprefix("llama-").upper()
-    return Case(f"Llama {size}, two ranks, {name}", words, ("--tiny", "--steps", "8"), seconds)
+    return Case(
+        f"Llama {size}, two ranks, {name}",
+        words,
+        ("--tiny", "--steps", "8"),
+        seconds,
+        lambda found: dict(found["contestants"][name][0]),
+    )
 
 
 def _tensor(name: str) -> Case:
@@ -90,6 +98,7 @@ def _tensor(name: str) -> Case:
         ("tensor-parallel", "--ranks", "2", "--only", name, "--rounds", "6"),
         tuple(small.split()),
         lambda found: [one / 1e3 for one in found["milliseconds"][name]],
+        lambda found: found.get("power", {}).get(name, {}),
     )
 
 
@@ -100,7 +109,13 @@ def _offload(name: str) -> Case:
             raise RuntimeError(str(run["error"]))
         return [step["seconds"] for step in run["steps"] if step.get("timed", True)]
 
-    return Case(f"{name} under zero-offload", ("zero-offload", "--case", name, "--only", "ours"), (), seconds)
+    return Case(
+        f"{name} under zero-offload",
+        ("zero-offload", "--case", name, "--only", "ours"),
+        (),
+        seconds,
+        lambda found: found["cases"][name]["rows"]["ours"][0].get("power") or {},
+    )
 
 
 CASES: dict[str, Case] = {
@@ -120,6 +135,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--rounds", type=int, default=2, help="starts of each version: before now now before")
     parser.add_argument("--steps", type=int, default=100, help="timed steps of a small model")
     parser.add_argument("--warm-up", type=int, default=30, help="steps of a small model that are not timed")
+    parser.add_argument("--settle-s", type=float, default=20.0, help="least seconds of them on a GPU: clocks settle")
     parser.add_argument("--timeout", type=float, default=240.0, help="seconds for one start")
     parser.add_argument("--tiny", action="store_true", help="small sizes, to try the command without GPUs")
     parser.add_argument("--out", type=Path, default=RESULTS / "two_versions.json")
@@ -160,8 +176,9 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _run(case: Case, name: str, tree: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """Run one start of a version: the seconds of its timed steps, joules where they were sampled, or the error."""
+    """Run one start of a version: the seconds of its timed steps, mean watts and MHz where they were sampled, or the error."""
     from benchmarks.power import PowerLog
+    from benchmarks.reports import mean_power
 
     sources = sorted(map(str, tree.glob("packages/*/src")))
     others = [
@@ -184,20 +201,22 @@ def _run(case: Case, name: str, tree: Path, options: argparse.Namespace) -> dict
                 str(out),
             ]
         else:
-            job = dict(case=name, steps=options.steps, warm_up=options.warm_up, out=str(out))
+            job = dict(case=name, steps=options.steps, warm_up=options.warm_up, settle_s=options.settle_s, out=str(out))
             words = [sys.executable, str(HERE), "--work", json.dumps(job)]
         try:
             ended = subprocess.run(
                 words, cwd=tree, env=environment, timeout=options.timeout, capture_output=True, text=True
             )
-            seconds = case.seconds(json.loads(out.read_text()))
+            found = json.loads(out.read_text())
+            seconds, sampled = case.seconds(found), case.power(found)
         except subprocess.TimeoutExpired:
             return {"seconds": [], "error": f"not at its end after {options.timeout:.0f} s"}
         except (OSError, LookupError, RuntimeError, ValueError) as error:
             print(ended.stdout[-1500:], ended.stderr[-2500:], file=sys.stderr, flush=True)
             return {"seconds": [], "error": str(error) or type(error).__name__}
-    clocks = [sample.mhz for sample in power.samples if sample.watts > 150]
-    return {"seconds": seconds, "mean_mhz": sum(clocks) / len(clocks) if clocks else None}
+    if not case.words:
+        sampled = power.mean(found["first"], found["last"], 1)
+    return {"seconds": seconds, **mean_power([sampled])}
 
 
 def work(job: dict[str, Any]) -> int:
@@ -223,15 +242,21 @@ def work(job: dict[str, Any]) -> int:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
 
-    seconds = []
-    for step in range(job["warm_up"] + job["steps"]):
+    def step() -> float:
         synchronize()
         begin = time.perf_counter()
         engine.train_step(batch)
         synchronize()
-        if step >= job["warm_up"]:
-            seconds.append(time.perf_counter() - begin)
-    Path(job["out"]).write_text(json.dumps({"seconds": seconds}))
+        return time.perf_counter() - begin
+
+    begun = time.perf_counter()
+    for _ in range(job["warm_up"]):
+        step()
+    while torch.cuda.is_available() and time.perf_counter() - begun < job["settle_s"]:
+        step()
+    first = time.time()
+    seconds = [step() for _ in range(job["steps"])]
+    Path(job["out"]).write_text(json.dumps({"seconds": seconds, "first": first, "last": time.time()}))
     return 0
 
 
@@ -262,6 +287,24 @@ def errors_of(runs: dict[str, Any]) -> list[str]:
     return [run["error"] for version in VERSIONS for run in runs[version] if run.get("error")]
 
 
+def energy(runs: dict[str, Any]) -> list[str]:
+    """Return two cells of a case: joules of a step and MHz, before and now; a dash where none were sampled.
+
+    Older results have ``mean_mhz``, of all samples above 150 W, and no watts.
+    """
+    from benchmarks.common import median
+    from benchmarks.reports import mean_power
+
+    spent, clocks = [], []
+    for version in VERSIONS:
+        power = mean_power(runs[version])
+        seconds = [one for run in runs[version] for one in run["seconds"]]
+        spent.append(f"{power['watts'] * median(seconds):,.1f}" if power and seconds else "–")
+        known = [mhz for run in runs[version] if (mhz := run.get("mhz", run.get("mean_mhz"))) is not None]
+        clocks.append(f"{sum(known) / len(known):.0f}" if known else "–")
+    return [", ".join(cells) if {*cells} != {"–"} else "–" for cells in (spent, clocks)]
+
+
 def report(path: Path) -> None:
     """Write the table beside a result, and print it."""
     from benchmarks.common import median
@@ -269,6 +312,8 @@ def report(path: Path) -> None:
 
     found = json.loads(path.read_text())
     rows, notes = [], {}
+    energies = {name: energy(runs) for name, runs in found["cases"].items()}
+    kept = [place for place in range(2) if any(cells[place] != "–" for cells in energies.values())]
     for name, runs in found["cases"].items():
         cells = []
         for version in VERSIONS:
@@ -278,8 +323,10 @@ def report(path: Path) -> None:
         if errors:
             notes[name] = errors[0]
         now = ratio(runs)
-        rows.append((CASES[name].about, *cells, f"{now:.3f}", met(now <= BAR)))
-    head = ("work", "before, ms a step", "now, ms a step", "now / before", f"at most {BAR}")
+        known = (energies[name][place] for place in kept)
+        rows.append((CASES[name].about, *cells, f"{now:.3f}", met(now <= BAR), *known))
+    heads = ("J a step, before and now", "MHz, before and now")
+    head = ("work", "before, ms a step", "now, ms a step", "now / before", f"at most {BAR}", *(heads[k] for k in kept))
     words = ", ".join(f"{key} {value}" for key, value in found["machine"].items() if value is not None)
     commits = f"before: commit {found['commits']['before']}; now: commit {found['commits']['now']}."
     lines = [

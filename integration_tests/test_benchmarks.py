@@ -880,9 +880,14 @@ def test_power_is_averaged_over_the_timed_steps(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.slow
 @pytest.mark.parametrize("start", ["warm_commands", pytest.param("cold", marks=pytest.mark.slow)])
 def test_two_versions_are_compared_by_turns(
-    start: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest
+    start: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """This checkout beside itself: both versions run in processes of their own, from their own folders."""
+    monkeypatch.setattr("benchmarks.power.PowerLog", PowerOfAnyTime)
     if start != "cold":
         request.getfixturevalue(start)
     out, tree = tmp_path / "found.json", Path(reports.__file__).parents[1]
@@ -890,10 +895,28 @@ def test_two_versions_are_compared_by_turns(
     assert main([*words, "--rounds", "2", "--steps", "2", "--warm-up", "1", "--out", str(out)]) == 0
     (runs,) = json.loads(out.read_text())["cases"].values()
     assert [len(run["seconds"]) for version in ("before", "now") for run in runs[version]] == [2] * 4
+    assert all((run["watts"], run["mhz"]) == (500.0, 1500.0) for version in runs for run in runs[version])
     assert "| GPT-2 of transformers, 2 layers of 128, zero 3, eager |" in out.with_suffix(".md").read_text()
     with pytest.raises(SystemExit):
         main([*words[:3], str(tmp_path), "--out", str(out)])
     assert "git worktree add ../before COMMIT" in capsys.readouterr().err
+
+
+def test_two_versions_have_joules_and_clocks_where_they_were_sampled(tmp_path: Path) -> None:
+    """1 s at 300 W are 300 J; results from before watts were kept have the clock alone, and those of a CPU neither."""
+    file, case = tmp_path / "found.json", "2 layers of 128, data"
+    for sampled, cells in (
+        ({"watts": 300.0, "mhz": 1700.0}, "| J a step, before and now | MHz, before and now |"),
+        ({"mean_mhz": 1700.0}, "| at most 1.01 | MHz, before and now |"),
+        ({"mean_mhz": None}, "| at most 1.01 |"),
+    ):
+        runs = {"before": [dict(seconds=[1.0], **sampled)], "now": [dict(seconds=[1.0], **sampled)]}
+        commits = dict.fromkeys(runs, "a")
+        file.write_text(json.dumps(dict(machine={}, commits=commits, cases={case: runs})))
+        assert main(["bench", "two-versions", "--report", str(file)]) == 0
+        head, _, row = [line for line in file.with_suffix(".md").read_text().splitlines() if line.startswith("|")]
+        assert head.endswith(cells) and head.count("|") == row.count("|")
+        assert ("300.0, 300.0" in row) == ("watts" in sampled) and ("1700, 1700" in row) == (1700.0 in sampled.values())
 
 
 def test_a_version_that_takes_longer_than_the_bar_is_said() -> None:
