@@ -32,7 +32,8 @@ from torch import Tensor
 
 from benchmarks.common import add_output, check_out, machine, parse_with_tiny, synchronize, write
 from benchmarks.fp8 import BARS
-from benchmarks.reports import met, panels, save, table
+from benchmarks.power import PowerLog
+from benchmarks.reports import JOULES, joules, mean_power, met, panels, save, table
 from experiments import plotting
 
 TINY = dict(
@@ -134,7 +135,8 @@ def rounded(weight: Tensor, generator: torch.Generator) -> Tensor:
 def train(
     options: argparse.Namespace, precision: object, batches: Sequence[Tensor], held: Tensor, *, rounding: int = 0
 ) -> dict[str, Any]:
-    """Train from seeded weights. Return the loss of each step, that on held-out text after the last, and the times.
+    """Train from seeded weights. Return the loss of each step, that on held-out text after the last, the times, and the
+    mean watts and MHz behind the first ``settled`` steps where they were sampled.
 
     ``rounding``: seed by which the initial weights are :func:`rounded`; 0: they are not.
     """
@@ -168,18 +170,25 @@ def train(
             engine.load_state_dict(weights)
         losses: list[Tensor] = []
         times: list[float] = []
-        for ids in batches:
-            begun = time.perf_counter()
-            engine.run_step(dict(input_ids=ids, labels=ids))
-            losses.append(engine.runner.loss.detach().clone())
-            if len(losses) % options.window == 0:
-                synchronize()
-            times.append(time.perf_counter() - begun)
+        with PowerLog() as power:
+            warm_at = time.time()
+            for ids in batches:
+                begun = time.perf_counter()
+                engine.run_step(dict(input_ids=ids, labels=ids))
+                losses.append(engine.runner.loss.detach().clone())
+                if len(losses) % options.window == 0:
+                    synchronize()
+                times.append(time.perf_counter() - begun)
+                if len(losses) == options.settled:
+                    warm_at = time.time()
+            synchronize()
+            ended = time.time()
         rows = [dict(input_ids=ids, labels=ids) for ids in held.split(options.rows)]
         final = sum(engine.eval_step(each) * len(each["input_ids"]) for each in rows) / len(held)
         return dict(
             losses=torch.stack(losses).double().tolist(),
             final=final,
+            **power.mean(warm_at, ended, 1),
             seconds=sum(times),
             step_ms=1e3 * sum(times[-options.window :]) / len(times[-options.window :]),
             layers=str(engine.fp8_layers),
@@ -227,7 +236,9 @@ def report(path: Path) -> None:
     rows, lines = [], []
     controls = [distances(run, bf16, settings) for name, run in runs.items() if name.startswith(CONTROL)]
     judged = all(settings[name] == value for name, value in {**SIZES, **RULES}.items())
+    sampled, tokens = any("watts" in run for run in runs.values()), settings["rows"] * settings["length"]
     for name, run in runs.items():
+        power = joules(mean_power([run]), run["step_ms"] / 1e3, tokens) if sampled else ()
         final, worst, step = distances(run, bf16, settings)
         cells = [f"{run['losses'][0]:.3f}", f"{means(run['losses'], settings)[-1]:.4f}", f"{run['final']:.4f}"]
         apart = (
@@ -235,7 +246,7 @@ def report(path: Path) -> None:
             if run is bf16
             else [f"{final:.2%}", f"{worst:.2%} at {step:,}", f"{bias(run, bf16, settings):+.2%}"]
         )
-        rows.append((name, *cells, *apart, f"{run['step_ms']:.1f}", f"{run['seconds']:.0f}"))
+        rows.append((name, *cells, *apart, f"{run['step_ms']:.1f}", f"{run['seconds']:.0f}", *power))
         if name != BF16 and not name.startswith(CONTROL) and judged:
             for number, (bar, value) in enumerate((("final", final), ("means", worst))):
                 what = BARS[bar].what.format(name=name, step=step)
@@ -252,6 +263,7 @@ def report(path: Path) -> None:
         "mean of all",
         "ms a step",
         "seconds",
+        *(JOULES if sampled else ()),
     )
     lines = [
         f"Measured on: {', '.join(f'{key} {value}' for key, value in found['machine'].items() if value is not None)}.",

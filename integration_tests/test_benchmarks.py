@@ -516,6 +516,12 @@ def test_a_loss_curve_in_fp8_is_measured_without_a_gpu(tmp_path: Path) -> None:
     table = out.with_suffix(".md").read_text()
     assert "| fp8 rowwise |" in table and "bar" not in table  # which is for the large model
     assert "| bf16 again, weights rounded (1) |" in table and "what chance makes of one rounding" in table
+    assert "J a token" not in table
+    found["runs"]["fp8 rowwise"] |= {"watts": 500.0, "mhz": 1500.0}
+    out.write_text(json.dumps(found))
+    assert main(["bench", "fp8-curve", "--report", str(out)]) == 0
+    table = out.with_suffix(".md").read_text()
+    assert "| seconds | J a step | J a token | W | MHz |" in table and "| 500 | 1500 |" in table
     assert out.with_suffix(".png").stat().st_size > 10_000
 
 
