@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-
-from meshfold.mesh.model_io.nested_tensors import tensors_in
+from torch.utils._pytree import tree_iter
 
 
 class LiveBytes(TorchDispatchMode):
@@ -84,8 +83,9 @@ class LiveBytes(TorchDispatchMode):
         return run
 
     def _see_all(self, values: Any, *, counts: bool) -> None:
-        for tensor in tensors_in(values):
-            self._see(tensor, counts=counts)
+        for tensor in tree_iter(values):
+            if isinstance(tensor, Tensor):
+                self._see(tensor, counts=counts)
 
     def _take_over(self, waited: Tensor, found: Tensor) -> None:
         """Count what a collective has made as its waited result: on the meta device alone these are two storages."""

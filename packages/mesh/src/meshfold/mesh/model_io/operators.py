@@ -11,10 +11,9 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-
-from meshfold.mesh.model_io.known_kernels import run_once
-from meshfold.mesh.model_io.nested_tensors import tensors_in
+from torch.utils._pytree import tree_iter
 
 FORWARD, BACKWARD, REPEATED = "forward", "backward", "repeated"
 
@@ -119,7 +118,13 @@ class OperatorCounter(TorchDispatchMode):
         def run(*args: Any, **kwargs: Any) -> Any:
             if self._inside is not None:
                 return function(*args, **kwargs)
-            made, flop = run_once(function, args, kwargs, self._counted_inside)
+            self._inside, outside = 0, self._times
+            self._times = 1
+            try:
+                made = function(*args, **kwargs)
+                flop = self._inside
+            finally:
+                self._inside, self._times = None, outside
             moved, name = _bytes_of((args, kwargs, made)), "" if flop else _kernel_name(function)
             place = _residual_place(function)
             adds = place is not None and place < len(args) and args[place] is not None
@@ -127,15 +132,6 @@ class OperatorCounter(TorchDispatchMode):
             return made
 
         return run
-
-    def _counted_inside(self, function: Callable[[], Any]) -> tuple[Any, int]:
-        """Return what a function makes, and the FLOP inside it."""
-        self._inside, outside = 0, self._times
-        self._times = 1
-        try:
-            return function(), self._inside
-        finally:
-            self._inside, self._times = None, outside
 
     def __torch_dispatch__(
         self,
@@ -187,7 +183,7 @@ def _sizes_of(packet: Any, args: tuple[Any, ...]) -> tuple[int, int]:
 
 def _bytes_of(values: Any) -> int:
     """Return the bytes of all tensors in nested values, each once."""
-    tensors = {id(x): x for x in tensors_in(values)}
+    tensors = {id(x): x for x in tree_iter(values) if isinstance(x, Tensor)}
     return sum(x.numel() * x.element_size() for x in tensors.values())
 
 
