@@ -18,6 +18,7 @@ from meshfold.engine import Engine
 from meshfold.engine.zero.measured_plans import InFlight, MeasuredPlans, workload_in_flight
 from meshfold.engine.zero.stage_refusals import Refused, refusal_of_stages
 from meshfold.engine.zero.states import ZeroStates
+from meshfold.mesh.model_io import ATTENTION_OF
 from meshfold.mesh.testing import ranks, run_on_ranks
 from meshfold.zero_gemini import Gemini, MemoryPlanError
 from meshfold.zero_gemini.chunks import parameter_table as members
@@ -144,7 +145,9 @@ def test_blocks_keep_their_activations_where_they_fit() -> None:
     parallel = staged(gpu_memory_limit="100MiB")
     for seen, words in run_on_ranks(4, planned, parallel, "dropping", given, recompute="auto"):
         assert_same(seen, wanted, "recompute")
-        assert len(words["kept"]) == 2  # of two blocks of a stage
+        # Both blocks of a stage. Where attention's seconds are dear for their bytes, it is counted apart, and kept too.
+        blocks = [name for name in words["kept"] if not name.startswith(ATTENTION_OF)]
+        assert len(blocks) == 2
 
 
 @ranks(4)
