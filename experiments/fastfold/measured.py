@@ -259,7 +259,7 @@ def page(found: Mapping[str, Any]) -> str:
 
 
 def said(found: Mapping[str, Any]) -> str:
-    """What the numbers say of the claims; of times by their direction alone."""
+    """Return what the numbers say of the claims; of times by their direction alone."""
     rows = found["rows"]
     first = {(row["what"], row["residues"]): row for row in rows if row["N"] == 1}
     split = [row for row in rows if row["N"] > 1]

@@ -140,7 +140,7 @@ def page(found: Mapping[str, Any]) -> str:
 
 
 def said(found: Mapping[str, Any]) -> str:
-    """What the numbers say of the published efficiencies, by their direction: the GPUs are others."""
+    """Return what the numbers say of the published efficiencies, by their direction: the GPUs are others."""
     if found["device"] == "CPU":
         return ON_CPU
     alone, rows = shares(found, "tensor"), found["rows"]

@@ -167,7 +167,7 @@ def page(found: Mapping[str, Any]) -> str:
 
 
 def said(found: Mapping[str, Any]) -> str:
-    """What the numbers say of the paper's claims: flat memory, and less than tensor parallelism's."""
+    """Return what the numbers say of the paper's claims: flat memory, and less than tensor parallelism's."""
     rows = found["rows"]
     by = {(row["scheme"], row["scaled"], row["N"]): row for row in rows}
     most = max(row["N"] for row in rows)

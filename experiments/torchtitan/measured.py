@@ -124,7 +124,7 @@ def page(found: Mapping[str, Any]) -> str:
 
 
 def said(found: Mapping[str, Any]) -> str:
-    """What the numbers say of the published claims, by their direction: the GPUs are others."""
+    """Return what the numbers say of the published claims, by their direction: the GPUs are others."""
     if found["device"] == "CPU":
         return ON_CPU
     by = {(row["part"], row["how"]): row["TPS"] for row in found["rows"] if row["fits"]}

@@ -119,7 +119,7 @@ def one_row(k: int, dtype: torch.dtype, exchange: str) -> None:
 
 @ranks(2)
 def test_a_second_derivative_is_refused() -> None:
-    """Of tokens and of weights, behind a constant gradient too."""
+    """Second derivatives of tokens and of weights, behind a constant gradient too."""
     group = Mesh({"expert": 2}).group("expert")
     index = torch.arange(4).view(2, 2) * (EXPERTS // 4)
     for exchange in BOTH:

@@ -145,7 +145,7 @@ def test_2_ranks_every_layout(kind: str) -> None:
 
 @ranks(2)
 def test_a_second_derivative_is_refused() -> None:
-    """Of the triangle product and of attention over a ring, behind a constant gradient too."""
+    """Second derivatives of the triangle product and of attention over a ring, behind a constant gradient too."""
     mesh = Mesh({"axial": 2})
     x, w = (torch.randn(1, 4, 8, 3, dtype=torch.float64, requires_grad=True) for _ in range(2))
     q, k, v = (torch.randn(1, 2, 4, 2, 8, dtype=torch.float64, requires_grad=True) for _ in range(3))
