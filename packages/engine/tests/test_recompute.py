@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from meshfold.engine import Engine
-from meshfold.engine.model.recompute import RecomputedBlocks, find_blocks
+from meshfold.engine.model.recompute import RecomputedBlocks
+from meshfold.engine.model.repeated_blocks import find_blocks
 from meshfold.mesh import SpecError, record
 from meshfold.mesh.testing import ranks, run_on_ranks
 from meshfold.models import GPT, GPTConfig, build

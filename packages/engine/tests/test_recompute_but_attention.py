@@ -13,7 +13,8 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshfold.engine import Engine
-from meshfold.engine.model.recompute import RecomputedBlocks, find_blocks
+from meshfold.engine.model.recompute import RecomputedBlocks
+from meshfold.engine.model.repeated_blocks import find_blocks
 from meshfold.mesh import record
 from meshfold.mesh.model_io import KeptAttention
 from meshfold.mesh.testing import ranks, run_on_ranks

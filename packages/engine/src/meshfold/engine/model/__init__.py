@@ -11,9 +11,9 @@ from meshfold.engine.model.recompute import (
     EVERY_BLOCK,
     RecomputedBlocks,
     check_recompute,
-    find_blocks,
     recompute_blocks,
 )
+from meshfold.engine.model.repeated_blocks import find_blocks
 from meshfold.engine.model.roots import callable_parts, roots_of
 from meshfold.engine.model.weight_source import Loaded, SourceValues, WeightSource
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshfold.engine.model.recompute import find_blocks, parameter_shapes
+from meshfold.engine.model.repeated_blocks import find_blocks, parameter_shapes
 from meshfold.kernels.fuse import is_compiled
 from meshfold.mesh import ParallelSpec, SpecError, did_you_mean
 from meshfold.mesh.spec import argument_checks as settings

@@ -15,9 +15,11 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from meshfold.engine.model.repeated_blocks import find_blocks
+from meshfold.engine.model.restored_buffers import RestoredBuffers
 from meshfold.mesh import ParallelSpec, SpecError, did_you_mean
 from meshfold.mesh.model_io import ATTENTION_OF, DryRun, KeptAttention
 from meshfold.mesh.tracking import uncompiled
@@ -164,7 +166,7 @@ class Recomputed:
         if self.keeps_attention:
             attention = KeptAttention()
             first = _inside(first, attention.keeping())
-        buffers = ChangedBuffers(self._block)
+        buffers = RestoredBuffers(self._block)
         return buffers.noted(first), _Repetition(again, buffers, attention)
 
 
@@ -174,7 +176,7 @@ class _Repetition:
     def __init__(
         self,
         contexts: Sequence[AbstractContextManager[Any]],
-        buffers: ChangedBuffers,
+        buffers: RestoredBuffers,
         attention: KeptAttention | None,
     ) -> None:
         self._contexts, self._buffers, self._attention = contexts, buffers, attention
@@ -311,117 +313,3 @@ def _without_cache(kwargs: dict[str, Any]) -> dict[str, Any]:
     if any(kwargs.get(name) is not None for name in _CACHES):
         kwargs = {name: None if name in _CACHES else value for name, value in kwargs.items()}
     return kwargs
-
-
-def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the repeated blocks of a model, by name: elements of its outermost lists that are more than a single layer.
-
-    An element counts if another in its list has the same class, or if it is alone in an ``nn.ModuleList``. Lists are
-    also searched in elements that do not count, in those that are only lists of such blocks themselves, and in stages: the
-    elements of a list that all differ in the shapes of their parameters, and all have blocks, as in a U-Net.
-    """
-    found: dict[str, nn.Module] = {}
-    _collect("", model, found)
-    return found
-
-
-def _collect(name: str, module: nn.Module, found: dict[str, nn.Module]) -> None:
-    children = {f"{name}.{leaf}" if name else leaf: child for leaf, child in module.named_children()}
-    classes = [type(_called(child)) for child in children.values()]
-    is_list = isinstance(module, nn.ModuleList | nn.Sequential)
-    of_stages = is_list and _are_stages([*children.values()])
-    for path, child in children.items():
-        called = _called(child)
-        alone = len(classes) == 1 and isinstance(module, nn.ModuleList)
-        repeated = is_list and (alone or classes.count(type(called)) > 1)
-        if repeated and _is_block(called) and not of_stages:
-            found[path] = child
-        else:
-            _collect(path, child, found)
-
-
-def _are_stages(elements: Sequence[nn.Module]) -> bool:
-    """Return True if no two elements of a list have parameters of the same shapes, and each of them has blocks."""
-    if len(elements) < 2 or len({parameter_shapes(element) for element in elements}) < len(elements):
-        return False
-    return all(find_blocks(element) for element in elements)
-
-
-def parameter_shapes(module: nn.Module) -> tuple[tuple[int, ...], ...]:
-    """Return the shapes of a module's parameters, in order of registration."""
-    return tuple(tuple(parameter.shape) for parameter in module.parameters())
-
-
-def _is_block(module: nn.Module) -> bool:
-    """Return True if a module can be called, and is more than one layer but not a list of blocks."""
-    parts = list(module.children())
-    if not parts or type(module).forward is nn.Module.forward:
-        return False
-    return type(module) is not nn.Sequential or any(next(part.children(), None) is None for part in parts)
-
-
-def _called(module: nn.Module) -> nn.Module:
-    """Return the module inside torch.compile's wrapper, or the module itself."""
-    found: nn.Module = getattr(module, "_orig_mod", module)
-    return found
-
-
-_BufferPlace = tuple[nn.Module, str]
-
-
-class ChangedBuffers:
-    """Buffers that a block's forward changed (running statistics, counters), with the values it found.
-
-    A repetition of the forward starts with those values, and changes nothing else.
-    """
-
-    def __init__(self, block: nn.Module) -> None:
-        """Args:
-        block: with them.
-        """
-        self._block = block
-        self._found: dict[_BufferPlace, Tensor] = {}
-
-    @contextmanager
-    def noted(self, around: AbstractContextManager[Any]) -> Iterator[None]:
-        """Context manager around the first forward, with the other contexts."""
-        before = {place: (buffer, buffer._version, _copy_of_buffer(buffer)) for place, buffer in self._now().items()}
-        try:
-            with around:
-                yield
-        finally:
-            now = self._now()
-            self._found = {
-                place: copy
-                for place, (buffer, version, copy) in before.items()
-                # Norms change their statistics without a new version.
-                if now.get(place) is not buffer
-                or buffer._version != version
-                or isinstance(place[0], nn.modules.batchnorm._NormBase)
-            }
-
-    @contextmanager
-    def as_before(self) -> Iterator[None]:
-        """Context manager around a repetition, which works on copies, since tensors saved for backward must not change."""
-        now = {(module, name): module._buffers[name] for module, name in self._found}
-        for (module, name), found in self._found.items():
-            module._buffers[name] = _copy_of_buffer(found)
-        try:
-            yield
-        finally:
-            for (module, name), buffer in now.items():
-                module._buffers[name] = buffer
-
-    def _now(self) -> dict[_BufferPlace, Tensor]:
-        return {
-            (module, name): buffer
-            for module in self._block.modules()
-            for name, buffer in module._buffers.items()
-            if buffer is not None
-        }
-
-
-def _copy_of_buffer(buffer: Tensor) -> Tensor:
-    copy = buffer.detach().clone()
-    copy.__dict__.update(buffer.__dict__)  # keeps its metadata, such as its placement
-    return copy
