@@ -11,7 +11,8 @@ if TYPE_CHECKING:
     from meshfold.huggingface.conversion import convert_folder
     from meshfold.huggingface.export import save_hugging_face
     from meshfold.huggingface.folder_config import NO_REMOTE_CODE, require_config
-    from meshfold.huggingface.folding_models import FoldingFolder, FoldingModel, open_folding, outline_folding
+    from meshfold.huggingface.folding_folder import FoldingFolder, open_folding, outline_folding
+    from meshfold.huggingface.folding_models import FoldingModel
     from meshfold.huggingface.from_folder import Pretrained, pretrained
     from meshfold.huggingface.palm_presets import PALM, palm, palm_config, palm_sizes, rotary_rows
     from meshfold.huggingface.structure import CHAIN_NAMES, Atom, Structure
@@ -46,11 +47,11 @@ __all__ = [
 _MODULES = {
     "Atom": "structure",
     "CHAIN_NAMES": "structure",
-    "FoldingFolder": "folding_models",
+    "FoldingFolder": "folding_folder",
     "FoldingModel": "folding_models",
     "Structure": "structure",
-    "open_folding": "folding_models",
-    "outline_folding": "folding_models",
+    "open_folding": "folding_folder",
+    "outline_folding": "folding_folder",
     "EngineTrainer": "trainer",
     "HuggingFaceModel": "causal_lm",
     "NO_REMOTE_CODE": "folder_config",
