@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,12 @@ import torch
 from align_models import SPECS, gpt, hugging_face
 from test_rollouts import COMMON, OF_PPO, PROMPTS, Numbers, failing, of_column, small
 
-from meshfold.align import GRPO, PPO, RewardModel, fit, scorer
+from meshfold.align import GRPO, PPO, RewardModel, fit, part_messages, rollout_ranks, scorer
+from meshfold.align.rollout import EngineRollouts
 from meshfold.engine.world import join_world
 from meshfold.huggingface import pretrained
-from meshfold.mesh import SpecError, barrier, record
+from meshfold.inference import Rollouts
+from meshfold.mesh import CollectiveError, LaunchError, SpecError, barrier, record
 from meshfold.mesh.processes import only_ranks, running_world
 from meshfold.mesh.testing import ranks
 
@@ -209,4 +212,74 @@ def test_mistakes_are_told_on_all_ranks() -> None:
         trainer = GRPO(gpt, PROMPTS, rewards, Numbers(), group=2, rollout=dict(ranks=1), **options)
         with pytest.raises(SpecError, match=words):
             trainer.step(0)
+        trainer.close()
+
+
+def interrupted(completions: list[str], **columns: Any) -> list[float]:
+    raise KeyboardInterrupt
+
+
+def no_memory(*arguments: Any) -> Any:
+    raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+@ranks(2)
+def test_any_error_of_one_rank_reaches_the_other_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At once, with its traceback: no collective waits until the watchdog's limit, which is longer than a test may take."""
+    world = running_world()
+    assert world is not None
+    for failing_rank, words, where in (
+        (0, "rank 0, which trains, failed, so the others end: KeyboardInterrupt", "in interrupted"),
+        (0, "rank 0, which trains, failed, so the others end: OutOfMemoryError: CUDA out of memory", "in no_memory"),
+        (1, "rank 1, which generates, failed, so the others end: OutOfMemoryError: CUDA out of memory", "in no_memory"),
+    ):
+        rewards = [interrupted] if where == "in interrupted" else [small]
+        trainer = GRPO(gpt, PROMPTS, rewards, Numbers(), group=2, rollout=dict(ranks=1), **COMMON)
+        with monkeypatch.context() as patch:
+            if where == "in no_memory" and world.rank == failing_rank:
+                if failing_rank == 0:
+                    patch.setattr(trainer.objective, "step", no_memory)
+                else:
+                    patch.setattr(rollout_ranks.EngineRollouts, "generate", no_memory)
+            with pytest.raises((KeyboardInterrupt, torch.OutOfMemoryError, CollectiveError)) as told:
+                trainer.step(0)
+        if world.rank == failing_rank:
+            assert isinstance(told.value, KeyboardInterrupt | torch.OutOfMemoryError)
+        else:
+            assert isinstance(told.value, CollectiveError)
+            assert str(told.value).startswith(words) and where in str(told.value)
+        trainer.close()
+
+
+@ranks(2)
+def test_a_rank_that_has_ended_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = grpo(rollout=dict(ranks=1))
+    with monkeypatch.context() as patch:
+        patch.setattr(part_messages, "ended_ranks", lambda ranks: [0])
+        patch.setattr(part_messages, "_LOOK_S", 0.0)
+        if trainer.parts.generates:  # the other one makes no step
+            with pytest.raises(LaunchError, match="rank 0, which trains, has ended, and rank 1 waits"):
+                trainer.step(0)
+    trainer.close()
+
+
+def slow(completions: list[str], **columns: Any) -> list[float]:
+    time.sleep(2.5)
+    return small(completions, **columns)
+
+
+class SlowRollouts(EngineRollouts):
+    def generate(self, *arguments: Any) -> Rollouts:
+        time.sleep(2.5)
+        return super().generate(*arguments)
+
+
+@ranks(2)
+def test_parts_wait_longer_than_the_watchdog(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long rollouts, long training and models that take long to build are no missing ranks."""
+    with monkeypatch.context() as patch:
+        patch.setattr(rollout_ranks, "EngineRollouts", SlowRollouts)
+        options = {**COMMON, "watchdog": 1.0}
+        trainer = GRPO(gpt, PROMPTS, [slow], Numbers(), group=2, rollout=dict(ranks=1), **options)
+        assert trainer.step(0)["tokens"] > 0
         trainer.close()

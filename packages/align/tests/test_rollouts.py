@@ -329,6 +329,11 @@ def failing(completions: list[str], **columns: Any) -> list[float]:
     raise ValueError("no such judge")
 
 
+def judged(returned: Any) -> Any:
+    """A step with a reward function that returns this."""
+    return fit(GRPO(llama, PROMPTS, [lambda **columns: returned], Numbers(), group=2, **COMMON), 1)
+
+
 @pytest.mark.parametrize(
     ("make", "words"),
     [
@@ -342,6 +347,15 @@ def failing(completions: list[str], **columns: Any) -> list[float]:
         (lambda: ppo(gamma=2.0), "gamma=2.0"),
         (lambda: GRPO(llama, PROMPTS, [], Numbers()), "at least one"),
         (lambda: fit(GRPO(llama, PROMPTS, [failing], Numbers(), group=2, **COMMON), 1), "no such judge"),
+        (lambda: fit(GRPO(llama, PROMPTS, [failing], Numbers(), group=2, **COMMON), 1), "in failing"),
+        (
+            lambda: judged(["good"] * 6),
+            "<lambda> returned 'good' for completion 0 of 6: return a finite number, or None",
+        ),
+        (lambda: judged([0.0, math.inf] * 3), "returned inf for completion 1 of 6"),
+        (lambda: judged([[1.0]] * 6), "returned [1.0] for completion 0 of 6"),
+        (lambda: judged(0.5), "returned 0.5: return a list with a number for each completion"),
+        (lambda: judged([0.5]), "returned 1 rewards for 6 completions"),
     ],
 )
 def test_mistakes(make: Callable[[], object], words: str) -> None:

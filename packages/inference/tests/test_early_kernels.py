@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import types
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -174,8 +175,14 @@ def test_weights_are_fetched_ahead_where_that_is_faster(
     assert len(asked) == (4 + 3 if taken else 0)  # by the tokens after the first
 
 
-def test_only_gpus_from_hopper_on_try() -> None:
+def test_only_gpus_from_hopper_on_try(monkeypatch: pytest.MonkeyPatch) -> None:
     assert measured.agreement(None, None, 1, CPU) is None
+    row_kernels: Any = types.SimpleNamespace(ranks=1)
+    for ranks, tried in ((1, True), (2, False), (None, True)):  # of the model; None: those of the job
+        row_kernels.ranks = ranks
+        with monkeypatch.context() as patch:
+            patch.setattr(measured, "overlaps_on", lambda device: True)
+            assert (measured.agreement(row_kernels, None, 1, CPU) is not None) is tried
     assert overlap.early() == dict(EARLY=False)
     with overlap.overlapped_launches():
         assert overlap.early() == dict(EARLY=True, launch_pdl=True)

@@ -20,6 +20,7 @@ from meshfold.inference import Generator, Sampling, quantize
 from meshfold.inference.forward import PagedForward
 from meshfold.kernels import RowWeight, row_product, sum_add_norm
 from meshfold.mesh import Group, SpecError, all_reduce
+from meshfold.mesh.processes import only_ranks, running_world
 from meshfold.mesh.testing import run_on_ranks
 from meshfold.models import head_of
 from meshfold.tensor_parallel.few_rows.fused_sums import FusedSums
@@ -136,13 +137,15 @@ def test_kernels_that_cannot_be_made_are_done_without(monkeypatch: pytest.Monkey
     assert generator.generate([prompt], sampling=GREEDY).tokens == [greedy(model, prompt, 6)]
 
 
-def measured_on_ranks() -> list[tuple[int, int] | None]:
-    """Rows of the programs that a rank takes: each measures another, then none of them, then one fails."""
+def measured_on_ranks(first: int = 0) -> list[tuple[int, int] | None]:
+    """Rows of the programs that a rank takes: each measures another, then none of them, then one fails; ``first``: of two ranks."""
     from meshfold.kernels.row_tiles import Tile
     from meshfold.tensor_parallel.few_rows import measured
 
     found: list[tuple[int, int] | None] = []
-    with Engine(own("llama"), dict(tensor=2)) as engine:
+    with only_ranks(range(first, first + 2)):
+        engine = Engine(own("llama"), dict(tensor=2))
+    with engine:
         group = engine.mesh.group("tensor")
         kernels, cpu = RowKernels(engine.model, head_of(engine.model)), torch.device("cpu")
 
@@ -173,6 +176,17 @@ def measured_on_ranks() -> list[tuple[int, int] | None]:
 def test_ranks_take_the_programs_that_the_first_has_measured() -> None:
     # qkv, out, the gated pair and down of two layers, and the head; ranks that share a model in another way measure nothing.
     assert run_on_ranks(2, measured_on_ranks) == [[(1, 9), None, None]] * 2
+
+
+def measured_on_half() -> list[tuple[int, int] | None]:
+    """Programs of a model that two of four ranks have, twice: the other ranks of the job have another one, or none."""
+    world = running_world()
+    assert world is not None
+    return measured_on_ranks(world.rank // 2 * 2)
+
+
+def test_a_model_on_part_of_the_ranks_takes_measured_programs_too() -> None:
+    assert run_on_ranks(4, measured_on_half) == [[(1, 9), None, None]] * 4
 
 
 class PlainSum:

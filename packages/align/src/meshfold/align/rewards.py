@@ -10,6 +10,7 @@ the other columns of the records by name, a value a completion. It returns a num
 from __future__ import annotations
 
 import math
+import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -80,16 +81,16 @@ class Rewards:
         here = range(count * world.row_index // world.row_size, count * (world.row_index + 1) // world.row_size)
         leads = world.mesh.rank == world.members[0]  # of the ranks with these rows one calls
         mine: list[tuple[int, list[float]]] = []
-        failure = ""
+        failure, cause = "", None
         if leads and len(here):
             try:
                 mine = self._of_functions([prompts[i] for i in here], [tokens[i] for i in here], here.start)
             except Exception as error:
-                failure = f"{type(error).__name__}: {error}"
+                failure, cause = _words(error), error
         table = torch.full((len(self.names), count), math.nan, dtype=torch.float64)
         for found, failed in all_gather_object((mine, failure), world.everyone, engine.device):
             if failed:
-                raise SpecError(f"a reward function failed: {failed}")
+                raise SpecError(f"a reward function failed: {failed}") from cause
             for number, values in found:
                 table[:, number] = torch.tensor(values, dtype=torch.float64)
         for place, model in self._models.items():
@@ -116,11 +117,44 @@ class Rewards:
                 completion_ids=[list(ids) for ids in tokens],
                 **columns,
             )
-            if len(values) != len(tokens):
-                raise SpecError(f"{self.names[place]} returned {len(values)} rewards for {len(tokens)} completions")
-            for row, value in zip(found, values, strict=True):
-                row[place] = math.nan if value is None else float(value)
+            for row, value in zip(found, _numbers(self.names[place], values, len(tokens)), strict=True):
+                row[place] = value
         return [(first + number, row) for number, row in enumerate(found)]
+
+
+def _numbers(name: str, values: Any, count: int) -> list[float]:
+    """Return what a function returned as numbers, NaN for None; raise a SpecError for anything else."""
+    try:
+        listed = list(values)
+    except TypeError:
+        raise SpecError(f"{name} returned {values!r}: return a list with a number for each completion") from None
+    if len(listed) != count:
+        raise SpecError(f"{name} returned {len(listed)} rewards for {count} completions")
+    found = []
+    for place, value in enumerate(listed):
+        try:
+            if isinstance(value, str):
+                raise TypeError
+            number = math.nan if value is None else float(value)
+        except (TypeError, ValueError):
+            number = math.inf
+        if math.isinf(number):
+            raise SpecError(
+                f"{name} returned {value!r} for completion {place} of {count}: return a finite number, or None for a completion "
+                "that it cannot score"
+            )
+        found.append(number)
+    return found
+
+
+def _words(error: Exception) -> str:
+    """Return an error with the lines of the function that raised it."""
+    if isinstance(error, SpecError):
+        return str(error)
+    frames = traceback.extract_tb(error.__traceback__)
+    theirs = [frame for frame in frames if frame.filename != __file__]
+    lines = "".join(traceback.format_list(theirs)).rstrip()
+    return f"{type(error).__name__}: {error}" + (f"\n{lines}" if lines else "")
 
 
 def _names(functions: Sequence[Any]) -> list[str]:

@@ -1,36 +1,37 @@
 """Rollouts on ranks of their own: the first ranks of the job train, the last ones generate, each part under its own spec.
 
-A step, as the two parts tell each other::
+A step, as the two parts tell each other (:mod:`meshfold.align.part_messages`)::
 
     ranks that train                     ranks that generate
     weights, if it is their turn    ->   take their parts of them
     prompts and settings            ->   generate
     score, train                    <-   completions and log-probabilities
-    metrics, or an error            ->   end the step
+    metrics                         ->   end the step
+
+An error of any rank ends the step of all.
 
 All ranks make the trainer and its steps. A rank that generates has no trainer's engines: its step serves until the metrics come.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
-import torch
 from torch import nn
 
 from meshfold.align.engines import Model
+from meshfold.align.part_messages import PartMessages
 from meshfold.align.rollout import ROWS_AT_ONCE, EngineRollouts, Rollout
 from meshfold.engine import Engine, WeightTransfer
 from meshfold.engine.model import SourceValues, WeightSource
 from meshfold.engine.world import World, join_world
 from meshfold.inference import Rollouts, Sampling
-from meshfold.mesh import MeshfoldError, ParallelSpec, SpecError, broadcast
-from meshfold.mesh.collectives import all_gather_object
+from meshfold.mesh import ParallelSpec, SpecError
 from meshfold.mesh.processes import only_ranks
 from meshfold.mesh.spec import argument_checks
+from meshfold.mesh.watchdog import report_errors
 
 _OF_ENGINE = ("kernels", "seed", "precision", "device", "rules", "watchdog", "check_collectives")
 """Settings of a policy's engine that the engine of the ranks that generate has too."""
@@ -177,6 +178,7 @@ class TwoParts:
         self.engine: Engine | None = None
         self._generator: EngineRollouts | None = None
         self._transfer: WeightTransfer | None = None
+        self._messages = PartMessages(world, lambda rank: "trains" if rank < train else "generates")
         self.transfers = 0
         self._version = 0
 
@@ -189,10 +191,12 @@ class TwoParts:
     def training(self) -> Iterator[bool]:
         """See :class:`Parts`; errors of one part are raised on the other too."""
         size = self._world.mesh.world_size
-        with self._together(), only_ranks(range(self._train, size) if self.generates else range(self._train)):
-            if self.generates:
-                self._open()
-            yield not self.generates
+        with self._messages.round():
+            with only_ranks(range(self._train, size) if self.generates else range(self._train)):
+                if self.generates:
+                    self._open()
+                yield not self.generates
+            self._messages.meet()
         assert self.engine is not None  # made, or told to generator()
         self._transfer = WeightTransfer(self._world, self.engine, sends=not self.generates)
 
@@ -201,16 +205,19 @@ class TwoParts:
         self.engine = policy
         return RolloutsOfOthers(self)
 
+    @report_errors  # to ranks that are in a collective
     def run(self, step: Step, number: int) -> dict[str, float]:
-        """See :class:`Parts`."""
-        if self.generates:
-            return self._serve()
-        try:
+        """See :class:`Parts`.
+
+        Raises:
+            SpecError: if the other part refuses something, with its words.
+            CollectiveError: if one of its ranks fails, with the traceback.
+        """
+        with self._messages.round():
+            if self.generates:
+                return self._serve()
             metrics = step(number)
-        except MeshfoldError as error:
-            self.tell("error", str(error))
-            raise
-        self.tell("metrics", metrics)
+            self.tell("metrics", metrics)
         return metrics
 
     def close(self) -> None:
@@ -229,20 +236,13 @@ class TwoParts:
         self.transfers += 1
 
     def ask(self, prompts: Sequence[Sequence[int]], n: int, sampling: Sampling) -> Rollouts:
-        """Have completions generated.
-
-        Raises:
-            SpecError: for what those ranks refuse.
-        """
+        """Have completions generated."""
         self.tell("generate", [[list(prompt) for prompt in prompts], n, vars(sampling)])
-        tokens, logprobs, version, error = self._broadcast(None, self._train)
-        if error:
-            raise SpecError(error)
-        return Rollouts(tokens, logprobs, version)
+        return Rollouts(*self._messages.broadcast(None, self._train))
 
     def tell(self, kind: str, content: Any = None) -> None:
         """Give an order to the ranks that generate; all that train must call."""
-        self._broadcast([kind, content], 0)
+        self._messages.broadcast([kind, content], 0)
 
     # -- on ranks that generate -------------------------------------------------------------------------------------
 
@@ -252,58 +252,24 @@ class TwoParts:
         EngineRollouts(self.engine).generate([[0]], 1, Sampling(max_new_tokens=1, temperature=0.0))
 
     def _serve(self) -> dict[str, float]:
-        """Follow orders until a step has ended; return its metrics.
-
-        Raises:
-            SpecError: if it has failed.
-        """
+        """Follow orders until a step has ended; return its metrics."""
         assert self.engine is not None and self._transfer is not None
         if self._generator is None:
             self._generator = EngineRollouts(self.engine, rows=self._rows, keeps=True)
         generator = self._generator
         while True:
-            kind, content = self._broadcast(None, 0)
+            kind, content = self._messages.broadcast(None, 0)
             if kind == "weights":
                 self._transfer.run()
                 self._version = content
                 self.transfers += 1
             elif kind == "generate":
                 prompts, n, settings = content
-                try:
-                    found = generator.generate(prompts, n, Sampling(**settings))
-                    answer = [found.tokens, found.logprobs, self._version, ""]
-                except SpecError as error:  # of all ranks: a prompt that is too long, say
-                    answer = [[], [], self._version, str(error)]
-                self._broadcast(answer, self._train)
-            elif kind == "metrics":
+                found = generator.generate(prompts, n, Sampling(**settings))
+                self._messages.broadcast([found.tokens, found.logprobs, self._version], self._train)
+            else:
                 metrics: dict[str, float] = content
                 return metrics
-            else:
-                raise SpecError(content)
-
-    # -- on all -----------------------------------------------------------------------------------------------------
-
-    def _broadcast(self, value: Any, source: int) -> Any:
-        """Return a rank's value on all ranks."""
-        group, device = self._world.everyone, self._world.device
-        words = bytearray(json.dumps(value).encode()) if group.index == source else bytearray()
-        count = int(broadcast(torch.tensor([len(words)], device=device), group, source))
-        text = torch.frombuffer(words, dtype=torch.uint8) if words else torch.empty(count, dtype=torch.uint8)
-        return json.loads(broadcast(text.to(device), group, source).cpu().numpy().tobytes())
-
-    @contextmanager
-    def _together(self) -> Iterator[None]:
-        """Raise an error of any rank on all of them."""
-        failure: MeshfoldError | None = None
-        try:
-            yield
-        except MeshfoldError as error:
-            failure = error
-        told = all_gather_object("" if failure is None else str(failure), self._world.everyone, self._world.device)
-        if failure is not None:
-            raise failure
-        if any(told):
-            raise SpecError(next(filter(None, told)))
 
 
 class RolloutsOfOthers:

@@ -12,6 +12,7 @@ from meshfold.mesh.processes.groups import (
     group_name,
     is_simulated,
     is_started,
+    own_store,
     running_world,
 )
 from meshfold.mesh.processes.host_numbers import start_largest
@@ -34,6 +35,7 @@ __all__ = [
     "launch",
     "launch_node",
     "only_ranks",
+    "own_store",
     "refusal_sentence",
     "run_program",
     "running_world",

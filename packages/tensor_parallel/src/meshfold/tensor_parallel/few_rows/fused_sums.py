@@ -25,6 +25,7 @@ from meshfold.tensor_parallel.few_rows.row_kernels import (
     gain_of,
     is_own_block,
     own_block,
+    ranks_of,
     replaced_forwards,
     sharded_layer,
     submodule,
@@ -46,6 +47,7 @@ class FusedSums:
         columns: of the stream.
         dtype: of the layers.
         sites: how many sums there are.
+        ranks: of the model; None if they are not known.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -55,6 +57,7 @@ class FusedSums:
         Raises:
             SpecError: if there are fewer than two such layers, or their groups differ.
         """
+        self.ranks = ranks_of(model)
         found: list[tuple[nn.Module, Linear]] = []  # a norm, and the layer that adds to the stream which it had
         for block in model.modules():
             for names in _SUMS:

@@ -25,7 +25,7 @@ def choose_row_programs(kernels: RowKernels, dtype: torch.dtype, group: Group | 
             computes must be rounded alike. None: there are no others.
         device: of this rank.
     """
-    if not _has_all_ranks(group):
+    if not _has_all_ranks(group, kernels.ranks):
         return  # they share the model in another way
     tiles, reason = {}, ""
     try:
@@ -58,11 +58,16 @@ def agreement(
     """
     fused = sums is not None and rows <= sums.rows
     group = sums.group if sums is not None and fused else None
-    if not overlaps_on(device) or not (fused or (kernels is not None and rows == 1)) or not _has_all_ranks(group):
+    if not overlaps_on(device) or not (fused or (kernels is not None and rows == 1)):
+        return None
+    known = next((one.ranks for one in (kernels, sums) if one is not None), None)
+    if not _has_all_ranks(group, known):
         return None
     return bool if group is None else lambda yes: all(all_gather_object(yes, group, device))
 
 
-def _has_all_ranks(group: Group | None) -> bool:
+def _has_all_ranks(group: Group | None, known: int | None) -> bool:
+    """Return True if a group has all ranks of a model; ``known``: how many, by default those of the job."""
     world = running_world()
-    return (1 if world is None else world.size) == (1 if group is None else group.size)
+    job = 1 if world is None else world.size
+    return (job if known is None else known) == (1 if group is None else group.size)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from meshfold.kernels import RowCall, RowWeight, packed_weight_of, row_product
 from meshfold.mesh import all_reduce
+from meshfold.mesh.parameters import metadata
 from meshfold.tensor_parallel.layers import Linear
 
 _NORMED = (
@@ -49,8 +50,18 @@ def replaced_forwards(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Itera
                 module.__dict__["forward"] = own
 
 
+def ranks_of(model: nn.Module) -> int | None:
+    """Return how many ranks a model is for, which may be a part of the job's; None if its parameters say nothing of it."""
+    known = (metadata(parameter) for parameter in model.parameters())
+    return max((meta.mesh.world_size for meta in known if meta is not None), default=None)
+
+
 class RowKernels:
-    """The layers of a model that the kernels take."""
+    """The layers of a model that the kernels take.
+
+    Attributes:
+        ranks: of the model; None if they are not known.
+    """
 
     def __init__(self, model: nn.Module, head: nn.Module | None) -> None:
         """Args:
@@ -58,6 +69,7 @@ class RowKernels:
             them along (:mod:`meshfold.tensor_parallel.few_rows.fused_sums`).
         head: makes logits; None if it is not known.
         """
+        self.ranks = ranks_of(model)
         self._forwards: dict[nn.Module, Callable[..., Tensor]] = {}
         self._norms: dict[nn.Module, nn.Module] = {}  # of each layer that takes one into its product
         self._gated: dict[nn.Module, tuple[str, ...]] = {}  # names of the layers of MLPs
