@@ -47,6 +47,10 @@ DIAGONAL: list[Case] = [
     (4, "unbalanced", dict(data=2, expert=2, pipeline=2, zero=zero(1))),
     (4, "starved", dict(data=2, tensor=2, expert=dict(size=2, tensor=2), zero=zero(2))),
     (4, "plain", dict(data=4, expert=dict(size=1, tensor=2), zero=zero(3))),
+    # experts that are whole on each rank, which has tokens of its own: no entry
+    (2, "plain", dict(sequence=RING)),
+    (4, "starved", dict(tensor=2, sequence=dict(mode="ulysses", size=2))),
+    (4, "unbalanced", dict(pipeline=2, sequence=RING, zero=zero(3))),
 ]
 
 

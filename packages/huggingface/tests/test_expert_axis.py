@@ -64,6 +64,8 @@ def test_every_family_over_two_ranks() -> None:
     cases = [(family, dict(data=2, expert=2)) for family in FAMILIES]
     # Interleaved gates, biases and transposed weights; and none of these.
     cases += [(family, dict(data=2, expert=dict(size=1, tensor=2))) for family in ("gpt-oss", "mixtral")]
+    # Whole on each rank, which has tokens of its own.
+    cases += [("mixtral", dict(sequence=dict(mode="ring", size=2)))]
     compare(2, cases)
 
 
@@ -79,6 +81,7 @@ def test_a_family_with_each_other_entry() -> None:
             ("deepseek", dict(data=2, expert=4, tensor=2)),
             ("gpt-oss", dict(data=2, expert=2, tensor=2, zero=zero)),
             ("olmoe", dict(data=2, expert=2, tensor=2)),
+            ("mixtral", dict(data=2, pipeline=2, zero=zero)),
         ],
     )
 

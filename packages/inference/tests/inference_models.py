@@ -37,14 +37,15 @@ def hugging_face(kind: str, **changes: Any) -> Any:
     return varied(made(made.config_class(**{**sizes, **changes})).eval())
 
 
-def own(kind: str, **changes: Any) -> Any:
+def own(kind: str, config: Any = None, **changes: Any) -> Any:
+    """Return a model of ours; ``config``: the class of a Llama's."""
     from meshfold.models import GPT, GPTConfig, Llama, LlamaConfig
 
     torch.manual_seed(0)
     sizes: dict[str, Any] = dict(vocab_size=WORDS, hidden=32, layers=2, heads=4, max_positions=LONGEST, tie=False)
     if kind == "gpt":
         return varied(GPT(GPTConfig(**{**sizes, **changes})))
-    return varied(Llama(LlamaConfig(**{**sizes, "kv_heads": 2, "ffn": 48, **changes})))
+    return varied(Llama((config or LlamaConfig)(**{**sizes, "kv_heads": 2, "ffn": 48, **changes})))
 
 
 def varied(model: nn.Module) -> Any:

@@ -16,6 +16,7 @@ from meshfold.engine import Engine
 from meshfold.inference import Generator, Request, Sampling
 from meshfold.inference.forward import PagedForward
 from meshfold.mesh.testing import run_on_ranks
+from meshfold.models import MoELlamaConfig
 
 MEGATRON = dict(mode="megatron")
 SPECS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -41,7 +42,13 @@ PARTS = {"2d": 2, "2.5d": 4, "3d": 4, "3d with split columns": 2}
 """parts into which the rows of a batch are split"""
 # 2 · (11 pages + 1) · 2 tokens · layers · kv_heads · head_dim · 8: one of two layers, and one of two heads
 BYTES = {("llama of ours, window", "pipeline"): 48 * 1 * 2 * 8 * 8, ("qwen3", "2d"): 48 * 2 * 1 * 16 * 8}
-KINDS = ["gpt", "llama of ours", "llama of ours, window", *(kind for kind in FAMILIES if kind != "gpt2")]
+KINDS = [
+    "gpt",
+    "llama of ours",
+    "llama of ours, window",
+    "llama of ours, experts",
+    *(kind for kind in FAMILIES if kind != "gpt2"),
+]
 
 
 def made(kind: str) -> Any:
@@ -49,6 +56,8 @@ def made(kind: str) -> Any:
     if kind in FAMILIES:
         model = hugging_face(kind)
         return model if kind == "mixtral" else model.double()
+    if "experts" in kind:
+        return own("llama", MoELlamaConfig, experts=4, shared=16).double()
     return own("gpt" if kind == "gpt" else "llama", window=5 if "window" in kind else None).double()
 
 
@@ -122,17 +131,25 @@ def check(size: int, cases: list[tuple[str, str]], short: bool = False) -> None:
 
 
 def families(name: str) -> list[str]:
-    """Return the families that run under a spec: Mixtral's code sorts tokens, which ranks that split sequences refuse."""
-    if name == "expert":
-        return ["mixtral"]
-    if name == "pipeline and zero 3":  # its grouped products refuse the stand-ins of weights that other ranks have
-        return [kind for kind in KINDS if kind != "mixtral"]
-    return [kind for kind in KINDS if kind != "mixtral" or name not in ("ring", "ulysses")]
+    """Return the families that run under a spec."""
+    return [kind for kind in KINDS if kind == "mixtral" or "experts" in kind] if name == "expert" else KINDS
 
 
 THIN: dict[int, list[tuple[str, str]]] = {
-    2: [("mixtral", "expert"), ("opt", "1d"), ("llama of ours, window", "pipeline")],
-    4: [("llama", "1d of 4"), ("mistral", "zero 3"), ("qwen3", "2d"), ("llama", "3d with split columns")],
+    2: [
+        ("mixtral", "expert"),
+        ("opt", "1d"),
+        ("llama of ours, window", "pipeline"),
+        ("mixtral", "ring"),
+        ("llama of ours, experts", "ulysses"),
+    ],
+    4: [
+        ("llama", "1d of 4"),
+        ("mistral", "zero 3"),
+        ("qwen3", "2d"),
+        ("llama", "3d with split columns"),
+        ("mixtral", "pipeline and zero 3"),
+    ],
 }
 
 

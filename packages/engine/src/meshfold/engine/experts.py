@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from meshfold.engine.world import World
-from meshfold.mesh import ParameterMeta, Part, Placement, SpecError, all_reduce, annotate
+from meshfold.mesh import ParallelSpec, ParameterMeta, Part, Placement, SpecError, all_reduce, annotate
 from meshfold.mesh.collectives import adjoint_pair, bind_leave
 from meshfold.mesh.parameters import copy_parameter_hooks
 from meshfold.mesh.spec import join_choices
@@ -29,7 +29,10 @@ if TYPE_CHECKING:
 
 
 def split_experts(model: nn.Module, world: World) -> Sequence[nn.Module]:
-    """Split the experts of a model over the ranks of the expert axis, in place; nothing without the entry ``expert``.
+    """Split the experts of a model over the ranks of the expert axis, in place.
+
+    Where ranks share a sequence, experts that are whole on each rank get its tokens alone in this way too. In other specs without
+    the entry ``expert`` nothing changes.
 
     Args:
         model: whole, real or on the meta device; before anything else of it is split.
@@ -41,11 +44,13 @@ def split_experts(model: nn.Module, world: World) -> Sequence[nn.Module]:
     Raises:
         SpecError: for a model without experts, or one whose experts cannot be split so; it is as it was then.
     """
-    if world.spec.expert is None:
+    if not _have_own_tokens(world.spec):
         return ()
     from meshfold.experts import find_experts
 
     blocks = find_experts(model)
+    if world.spec.expert is None and not blocks:
+        return ()
     _check(model, blocks, world)
     made: dict[Tensor, nn.Parameter] = {}
     for block in blocks:
@@ -97,7 +102,7 @@ class RoutingSumsOverRanks:
     """
 
     def __init__(self, world: World) -> None:
-        inner = () if world.spec.expert is None else tuple(a for a in world.token_axes if a not in world.outer_axes)
+        inner = tuple(a for a in world.token_axes if a not in world.outer_axes) if _have_own_tokens(world.spec) else ()
         self.mesh, self.outer = world.mesh, world.outer_axes
         self._leave = bind_leave(world.mesh, inner)
 
@@ -133,6 +138,13 @@ def routers_by_name(model: nn.Module) -> list[tuple[str, Any]]:
 def balances(model: nn.Module) -> bool:
     """Return True if a model has a router that keeps sums for a balance loss."""
     return bool(_keepers(model))
+
+
+def _have_own_tokens(spec: ParallelSpec) -> bool:
+    """Return True if a mixture on a rank gets its own tokens, none that other ranks get too."""
+    return spec.expert is not None or (
+        spec.sequence is not None and spec.sequence.size > 1
+    )  # 1 also in Megatron's mode
 
 
 def _keepers(model: nn.Module) -> Sequence[Any]:

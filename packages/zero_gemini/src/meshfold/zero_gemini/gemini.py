@@ -42,6 +42,7 @@ from torch import Tensor
 
 from meshfold.mesh import with_old_names
 from meshfold.zero_gemini.chunks.chunk import Chunk
+from meshfold.zero_gemini.chunks.chunk_parameters import Matrices
 from meshfold.zero_gemini.chunks.fp8_gather import Operands
 from meshfold.zero_gemini.chunks.gradient import ChunkGradient
 from meshfold.zero_gemini.chunks.placement import ChunkPlacement, Move
@@ -422,13 +423,14 @@ class Gemini(ChunkedModel):
         """Context manager around forwards that need only shapes, possibly on some ranks only: nothing is gathered for them."""
         self.rest()
         self._runtime.is_quiet = True
+        matrices: Matrices = {}
         for chunk in self.chunks:
-            chunk.show_shapes(True)
+            chunk.show_shapes(matrices)
         try:
             yield
         finally:
             for chunk in self.chunks:
-                chunk.show_shapes(False)
+                chunk.show_shapes(None)
             self._runtime.is_quiet = False
 
     def close(self) -> None:

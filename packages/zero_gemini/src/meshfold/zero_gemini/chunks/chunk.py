@@ -29,7 +29,7 @@ from meshfold.kernels import Fp8Weight
 from meshfold.mesh import Group, Pending, with_old_names
 from meshfold.mesh.collectives import all_gather_into
 from meshfold.mesh.collectives.push import all_gather_push
-from meshfold.zero_gemini.chunks.chunk_parameters import ChunkParameters
+from meshfold.zero_gemini.chunks.chunk_parameters import ChunkParameters, Matrices
 from meshfold.zero_gemini.chunks.fp8_gather import Fp8Gather, Operands
 from meshfold.zero_gemini.chunks.layout import ChunkSpec, ShardSlice
 from meshfold.zero_gemini.chunks.states import CHUNK_TRANSITIONS, ChunkState, check_transition
@@ -287,14 +287,14 @@ class Chunk:
         self._block.empty()
         self._to(ChunkState.STEP_PENDING if self.state is ChunkState.STALE else ChunkState.SHARDED)
 
-    def show_shapes(self, yes: bool) -> None:
-        """Give the parameters of a released chunk their shapes, with zero for all elements; or restore them to no elements."""
+    def show_shapes(self, matrices: Matrices | None) -> None:
+        """Give the parameters of a released chunk their shapes, with zero for all elements; None: restore them to no elements."""
         if self.is_gathered:
             return
         if self._fp8 is not None:  # products cast the zeros
-            self._fp8.supply(self._fetch if self.travels_in_fp8 and not yes else None)
-        if yes:
-            self._shown.show_all(torch.zeros((), dtype=self.dtype, device=self.device))
+            self._fp8.supply(self._fetch if self.travels_in_fp8 and matrices is None else None)
+        if matrices is not None:
+            self._shown.show_all(torch.zeros((), dtype=self.dtype, device=self.device), matrices)
         else:
             self._shown.release()
 

@@ -21,6 +21,9 @@ from meshfold.mesh.parameters import (
     watch,
 )
 
+Matrices = dict[tuple[torch.dtype, tuple[int, ...]], Tensor]
+"""Matrices of one value, by dtype and shape"""
+
 
 class ChunkParameters:
     """Parameters that are given values, and released."""
@@ -51,10 +54,19 @@ class ChunkParameters:
             else:
                 settle(parameter)
 
-    def show_all(self, value: Tensor) -> None:
-        """Give each parameter its shape, with one value for all elements, which cannot be written to."""
+    def show_all(self, value: Tensor, matrices: Matrices | None = None) -> None:
+        """Give each parameter its shape, with one value for all elements, which cannot be written to.
+
+        Args:
+            value: one element.
+            matrices: of it, which parameters share that stack some: grouped products want strides. None: no product is made.
+        """
         for parameter, shape in zip(self._parameters, self._shapes, strict=True):
-            give(parameter, value.expand(shape))
+            seen = value
+            if matrices is not None and len(shape) > 2:
+                key = value.dtype, tuple(shape[-2:])
+                seen = matrices[key] = matrices.get(key, value.expand(key[1]).contiguous())
+            give(parameter, seen.expand(shape))
             settle(parameter)
 
     def release(self) -> None:
