@@ -163,7 +163,14 @@ def refreshed(page: str, name: str) -> str:
     if not wanted:
         return page
     bash = any(block.language == "bash" for block in running(page))
-    printed = run_apart(page, name) if bash else run_here(page, name)[0]
+    if bash:
+        printed = run_apart(page, name)
+    else:
+        with (
+            tempfile.TemporaryDirectory(prefix="meshfold-docs-") as folder,
+            contextlib.chdir(folder),
+        ):  # pages write files
+            printed, _ = run_here(page, name)
     lines = page.splitlines()
     for output in reversed(wanted):
         lines[output.first : output.last] = tidy(printed[output.source]).splitlines()

@@ -487,7 +487,15 @@ def test_a_pretrained_model_that_is_made_in_a_lazy_context(tmp_path: Path) -> No
             "which has a precision itself: write GeminiPlugin(precision='bf16')",
         ),
         (lambda: Booster(plugin="gemini"), "plugin='gemini': give a plugin of meshfold.colossalai"),
-        (lambda: Booster().no_sync(), "give the model of boost(...)"),
+        (lambda: Booster().no_sync(), "give the model that boost(...) returned"),
+        (
+            lambda: Booster().save_model(gpt(), "file"),
+            "save_model(...) was given GPT: give the model that boost(...) returned",
+        ),
+        (lambda: Booster().load_model(gpt(), "file"), "give the model that boost(...) returned"),
+        (lambda: Booster().save_optimizer(gpt(), "file"), "give the optimizer that boost(...) returned"),
+        (lambda: Booster().load_optimizer(gpt(), "file"), "give the optimizer that boost(...) returned"),
+        (lambda: Booster().execute_pipeline(iter([]), gpt()), "give the model that boost(...) returned"),
         (
             lambda: Booster(plugin=HybridParallelPlugin(1, 2, microbatch_size=1)).boost(gpt()),
             "how many micro-batches",

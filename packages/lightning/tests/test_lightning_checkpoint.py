@@ -16,6 +16,7 @@ from lightning.pytorch import Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader
 
+from meshfold.checkpoint import FileWriteError
 from meshfold.engine import CheckpointError
 from meshfold.lightning import RunningRanks, consolidate
 from meshfold.mesh.testing import ranks, run_on_ranks
@@ -94,6 +95,8 @@ def test_lightning_alone_goes_on_from_both_and_we_from_its_own(tmp_path: Path) -
     wanted = run_on_ranks(2, fit, ZERO, 2, folder=str(tmp_path / "ours"))[0]
     file = tmp_path / "file.ckpt"
     consolidate(tmp_path / "ours" / "epoch=0.ckpt", file)
+    with pytest.raises(FileWriteError, match=r"missing/file\.ckpt.*No such file or directory: make its folder"):
+        consolidate(tmp_path / "ours" / "epoch=0.ckpt", tmp_path / "missing" / "file.ckpt")
     module = Kept.load_from_checkpoint(file)
     assert module.hparams["name"] == "net"
     assert_same(alone(tmp_path, ckpt_path=str(file), before=wanted[0][:3]), wanted)

@@ -122,6 +122,7 @@ def _mixed() -> Any:
     ("options", "said"),
     [
         (dict(placement_policy="gpu"), "placement_policy='gpu': write one of 'auto', 'cpu', 'cuda'"),
+        (dict(placement_polcy="cpu"), "there is no 'placement_polcy'. Did you mean 'placement_policy'"),
         (dict(min_chunk_size=0), "min_chunk_size=0"),
         (dict(gpu_margin_mem_ratio=2.0), "gpu_margin_mem_ratio=2.0"),
         (dict(growth_factor=0.5), "growth_factor=0.5"),

@@ -350,6 +350,8 @@ def test_a_fake_world_of_512_ranks_with_many_groups() -> None:
     assert time.monotonic() - begin < 100
     with pytest.raises(LaunchError, match="rank 4 is outside a fake world of 4"), fake_world(4, rank=4):
         pass
+    with pytest.raises(LaunchError, match="a fake world of 0 ranks: give 1 or more"), fake_world(0):
+        pass
 
 
 def threads_of_four_groups() -> int:

@@ -25,6 +25,7 @@ _ADVICE = {
     errno.EFBIG: "files of that size are not allowed there: raise the limit (ulimit -f), or save elsewhere",
     errno.EACCES: "let this user write there, or save elsewhere",
     errno.EPERM: "let this user write there, or save elsewhere",
+    errno.ENOENT: "make its folder, or save elsewhere",
     errno.EROFS: "it is mounted for reading only: save elsewhere",
 }
 

@@ -21,7 +21,7 @@ from meshfold.colossalai.plugins import Plugin, TorchDDPPlugin
 from meshfold.colossalai.settings import Config, Settings
 from meshfold.colossalai.submodules import find
 from meshfold.colossalai.tables import PRECISIONS
-from meshfold.colossalai.training import Criterion
+from meshfold.colossalai.training import Criterion, TrainingEngine
 from meshfold.mesh import SpecError
 
 _PRECISIONS = {**PRECISIONS, "fp16_apex": "fp16", "fp16_naive": "fp16", "no": "fp32"}
@@ -111,11 +111,7 @@ class Booster:
         Raises:
             SpecError: for an optimizer that was not boosted.
         """
-        if not isinstance(optimizer, BoostedOptimizer):
-            raise SpecError(
-                f"booster.backward(loss, {type(optimizer).__name__}): give the optimizer that boost(...) gave back: "
-                "model, optimizer, *_ = booster.boost(model, optimizer)"
-            )
+        _boosted("backward", optimizer, BoostedOptimizer)
         optimizer.backward(loss)
 
     def execute_pipeline(
@@ -139,8 +135,11 @@ class Booster:
 
         Returns:
             ``{"loss": ..., "outputs": ...}``: the loss of the global batch and the output on this data coordinate's, on every rank.
+
+        Raises:
+            SpecError: for a model that was not boosted, without a pipeline, or without a loss.
         """
-        engine = model.engine
+        engine = _boosted("execute_pipeline", model, BoostedModel)
         forward_only = not (engine.training and torch.is_grad_enabled())
         if return_outputs and not forward_only:
             raise SpecError(
@@ -168,10 +167,7 @@ class Booster:
         self, model: BoostedModel | None = None, optimizer: BoostedOptimizer | None = None
     ) -> AbstractContextManager[None]:
         """Context manager: gradients of backwards inside are reduced by the next one outside."""
-        boosted = model if model is not None else optimizer
-        if boosted is None:
-            raise SpecError("no_sync(): give the model of boost(...)")
-        return boosted.engine.no_sync()
+        return _boosted("no_sync", model if model is not None else optimizer, BoostedModel, BoostedOptimizer).no_sync()
 
     def enable_lora(self, model: nn.Module, *args: Any, **given: Any) -> nn.Module:
         """Refuse: LoRA comes from peft here.
@@ -190,19 +186,19 @@ class Booster:
         self, model: BoostedModel, checkpoint: str | os.PathLike[str], shard: bool = False, **given: Any
     ) -> None:
         """See :func:`meshfold.colossalai.files.save_model`; all ranks must call."""
-        files.save_model(model.engine, checkpoint, {"shard": shard, **given})
+        files.save_model(_boosted("save_model", model, BoostedModel), checkpoint, {"shard": shard, **given})
 
     def load_model(self, model: BoostedModel, checkpoint: str | os.PathLike[str], **given: Any) -> None:
         """See :func:`meshfold.colossalai.files.load_model`; all ranks must call."""
-        files.load_model(model.engine, checkpoint, given)
+        files.load_model(_boosted("load_model", model, BoostedModel), checkpoint, given)
 
     def save_optimizer(self, optimizer: BoostedOptimizer, checkpoint: str | os.PathLike[str], **given: Any) -> None:
         """See :func:`meshfold.colossalai.files.save_optimizer`; all ranks must call."""
-        files.save_optimizer(optimizer.engine, checkpoint, given)
+        files.save_optimizer(_boosted("save_optimizer", optimizer, BoostedOptimizer), checkpoint, given)
 
     def load_optimizer(self, optimizer: BoostedOptimizer, checkpoint: str | os.PathLike[str], **given: Any) -> None:
         """Resume from a folder of :meth:`save_optimizer`: weights, optimizer, counters, loss scale; all ranks must call."""
-        files.load_optimizer(optimizer.engine, checkpoint, given)
+        files.load_optimizer(_boosted("load_optimizer", optimizer, BoostedOptimizer), checkpoint, given)
 
     def save_lr_scheduler(self, lr_scheduler: Any, checkpoint: str | os.PathLike[str]) -> None:
         """See :func:`meshfold.colossalai.files.save_lr_scheduler`; all ranks must call."""
@@ -225,6 +221,21 @@ class Booster:
         if self._device is not None:
             engine["device"] = self._device
         return Settings(parallel=settings.parallel, engine=engine, words=settings.words)
+
+
+def _boosted(method: str, given: Any, *kinds: type[BoostedModel] | type[BoostedOptimizer]) -> TrainingEngine:
+    """Return the engine of what ``boost`` returned.
+
+    Raises:
+        SpecError: for anything else, such as the model that was given to ``boost``.
+    """
+    if not isinstance(given, kinds):
+        wanted = "model" if BoostedModel in kinds else "optimizer"
+        raise SpecError(
+            f"booster.{method}(...) was given {type(given).__name__}: give the {wanted} that boost(...) returned: "
+            "model, optimizer, *_ = booster.boost(model, optimizer)"
+        )
+    return given.engine
 
 
 def _has_loss(model: nn.Module) -> bool:

@@ -244,13 +244,28 @@ def consolidate(folder: str | os.PathLike[str], file: str | os.PathLike[str], *,
 
     Raises:
         CheckpointError: if the folder was not written by this strategy, or holds objects that need code to be read.
+        FileWriteError: if the file cannot be written.
     """
     found = read_folder(folder, weights_only=weights_only)
     found.pop("meshfold_micro_step")
     if _OPTIMIZERS in found:
         found[_OPTIMIZERS] = [_as_torch(state) for state in found[_OPTIMIZERS]]
-    target = Path(file)
-    write_atomically(target, partial(torch.save, found))
+    write_atomically(Path(file), partial(_save, found))
+
+
+def _save(content: Mapping[str, Any], path: Path) -> None:
+    """Call ``torch.save``, which raises a RuntimeError without the reason if a folder is missing or a disk full.
+
+    Raises:
+        OSError: that the file cannot be written.
+    """
+    with path.open("wb") as file:
+        try:
+            torch.save(content, file)
+        except RuntimeError as error:
+            if isinstance(error.__context__, OSError):
+                raise error.__context__ from None
+            raise
 
 
 def _as_torch(state: Mapping[str, Any]) -> dict[str, Any]:

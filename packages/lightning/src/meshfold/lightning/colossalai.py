@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -70,8 +71,12 @@ class ColossalAIStrategy(MeshfoldStrategy):
             options: further arguments of :class:`MeshfoldStrategy`.
 
         Raises:
-            SpecError: for an invalid value.
+            SpecError: for an invalid value, or an argument that does not exist.
         """
+        known = [*inspect.signature(ColossalAIStrategy).parameters, *inspect.signature(MeshfoldStrategy).parameters]
+        for name in options:
+            if name not in known:
+                raise SpecError(f"ColossalAIStrategy: there is no {name!r}.{did_you_mean(name, known)}")
         if placement_policy not in _POLICIES:
             raise SpecError(
                 f"placement_policy={placement_policy!r}: write one of {', '.join(map(repr, _POLICIES))}."

@@ -321,7 +321,9 @@ def launch_node(
 
 def _check_nodes(nodes: tuple[int, int], rendezvous: str, restarts: int) -> str:
     if not 1 <= nodes[0] <= nodes[1]:
-        raise LaunchError(f"nodes={nodes}: the least and the largest number of nodes, such as (2, 4)")
+        raise LaunchError(
+            f"nodes={nodes}: write the least and the largest number of nodes, in this order, such as (2, 4) or --nodes 2:4"
+        )
     if restarts < 0:
         raise LaunchError(f"restarts={restarts}: how often a failed job is restarted, 0 for never")
     host, colon, port = rendezvous.rpartition(":")

@@ -142,6 +142,8 @@ def start_fake(world_size: int, rank: int = 0) -> Process:
         raise LaunchError("a process group is already running in this process: close it before starting a fake one")
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
+    if world_size < 1:
+        raise LaunchError(f"a fake world of {world_size} ranks: give 1 or more")
     if not 0 <= rank < world_size:
         raise LaunchError(f"rank {rank} is outside a fake world of {world_size} ranks: use 0 to {world_size - 1}")
     environment = Environment(rank=rank, world_size=world_size, local_rank=rank, local_world_size=world_size)
