@@ -16,29 +16,17 @@ BINS = 64
 """of errors, in both models; more than a number of a pair in memory"""
 
 
-def aligned_confidence(logits: Tensor, lengths: Sequence[int], largest: float) -> tuple[Tensor, float, float | None]:
-    """Return predicted aligned errors, pTM and ipTM; None with one chain.
-
-    Args:
-        logits: of the bins of aligned errors, ``residue residue bin``.
-        lengths: residues of each chain.
-        largest: where the last bin begins, in Å.
-    """
-    chains = chain_numbers(lengths, logits.device)
-    return _scores(row_confidence(logits, chains, chains, largest), lengths)
-
-
 def confidence_of_rows(
     rows: PairRows, head: Callable[[Tensor], Tensor], kept: Tensor, lengths: Sequence[int], largest: float
 ) -> tuple[Tensor, float, float | None]:
-    """Return the same from pairs that ranks share; all get it. Logits exist for some rows at a time.
+    """Return predicted aligned errors, pTM and ipTM (None with one chain), on all ranks. Logits exist for some rows at a time.
 
     Args:
         rows: this rank's pairs, of one protein.
-        head: from pairs to logits.
+        head: from pairs to logits of the bins of aligned errors, ``row residue bin``.
         kept: indices of the residues that count.
         lengths: of the chains that these are.
-        largest: as in :func:`aligned_confidence`.
+        largest: where the last bin begins, in Å.
     """
     residues = rows.pairs.shape[2]
     columns = chain_numbers(lengths, kept.device)
@@ -59,7 +47,7 @@ def row_confidence(logits: Tensor, rows: Tensor, columns: Tensor, largest: float
     Args:
         logits: ``i j bin``.
         rows, columns: numbers of chains.
-        largest: as in :func:`aligned_confidence`.
+        largest: where the last bin begins, in Å.
     """
     bins, n = logits.shape[-1], logits.shape[1]
     step = largest / (bins - 2)
