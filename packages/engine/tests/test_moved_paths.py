@@ -20,7 +20,7 @@ def test_an_old_path_is_the_module_of_today(old: str) -> None:
     del sys.modules[old]
 
 
-def test_names_and_submodules_have_old_paths_too(torch_python: str) -> None:
+def test_names_and_submodules_have_old_paths_too(warm_python: str) -> None:
     code = (
         "from meshfold.engine.models.config import GPTConfig as a\n"
         "from meshfold.models.config import GPTConfig as b\n"
@@ -29,7 +29,7 @@ def test_names_and_submodules_have_old_paths_too(torch_python: str) -> None:
         "assert a is b and planning is meshfold.planner\n"
         "from meshfold.engine import plan_memory, pretrained\n"
     )
-    subprocess.run([torch_python, "-c", code], check=True, timeout=120)
+    subprocess.run([warm_python, "-c", code], check=True, timeout=120)
 
 
 def test_what_has_not_moved_is_left_alone() -> None:

@@ -82,9 +82,9 @@ OLD_NAMES = [
 ]
 
 
-def test_importing_the_engine_does_not_import_lightning(torch_python: str) -> None:
+def test_importing_the_engine_does_not_import_lightning(warm_python: str) -> None:
     code = "import sys, meshfold.engine.engine, meshfold.engine.model.roots; sys.exit('lightning' in sys.modules)"
-    assert subprocess.run([torch_python, "-c", code], check=False).returncode == 0
+    assert subprocess.run([warm_python, "-c", code], check=False).returncode == 0
 
 
 def test_both_names_are_known_to_the_trainer_with_the_old_arguments_and_methods() -> None:

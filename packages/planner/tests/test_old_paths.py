@@ -7,7 +7,7 @@ import subprocess
 import pytest
 
 
-def test_estimate_is_the_function_whatever_was_imported_before(torch_python: str) -> None:
+def test_estimate_is_the_function_whatever_was_imported_before(warm_python: str) -> None:
     code = (
         "import warnings\n"
         "with warnings.catch_warnings(record=True) as heard:\n"
@@ -18,7 +18,7 @@ def test_estimate_is_the_function_whatever_was_imported_before(torch_python: str
         "from meshfold.planner.planner import estimate as c\n"
         "assert a is b and estimate is c and times is step_times\n"
     )
-    subprocess.run([torch_python, "-c", code], check=True, timeout=120)
+    subprocess.run([warm_python, "-c", code], check=True, timeout=120)
 
 
 def test_machine_is_find_machine_now() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -63,21 +64,20 @@ SPECS: dict[str, tuple[dict[str, Any], int]] = {
 
 @pytest.mark.parametrize("name", SPECS)
 def test_a_plan_counts_what_is_kept_by_hand(name: str) -> None:
-    parallel, parts = SPECS[name]
+    (parallel, parts), few = SPECS[name], 2
     found = {
         (way, layers): planned(way, parallel, partial(gpt, layers))
-        for way in (None, "blocks", "but-attention")
-        for layers in (LAYERS, 2 * LAYERS)
+        for way, layers in [(None, few), *product(("blocks", "but-attention"), (few, 2 * few))]
     }
 
     def more(way: str) -> int:
         """Bytes of more layers: only these are kept all the time."""
-        return found[way, 2 * LAYERS].memory.activations - found[way, LAYERS].memory.activations
+        return found[way, 2 * few].memory.activations - found[way, few].memory.activations
 
-    assert more("but-attention") - more("blocks") == LAYERS * kept_bytes() // parts
-    without, blocks, but = (found[way, LAYERS].flops for way in (None, "blocks", "but-attention"))
+    assert more("but-attention") - more("blocks") == few * kept_bytes() // parts
+    without, blocks, but = (found[way, few].flops for way in (None, "blocks", "but-attention"))
     assert without < but < blocks
-    assert blocks - but == 2 * 2 * ROWS * TOKENS * TOKENS * HIDDEN * LAYERS // parts
+    assert blocks - but == 2 * 2 * ROWS * TOKENS * TOKENS * HIDDEN * few // parts
 
 
 def peak(model: nn.Module, ids: Tensor, way: str) -> int:

@@ -145,7 +145,7 @@ class Recorded(LiveBytes):
 def wide_mixture() -> Llama:
     """A mixture with so large a vocabulary that embedding and head decide the peak."""
     return Llama(
-        MoELlamaConfig(vocab_size=8192, hidden=64, layers=4, heads=4, ffn=96, experts=16, top_k=4, balance=0.0)
+        MoELlamaConfig(vocab_size=8192, hidden=64, layers=2, heads=4, ffn=96, experts=16, top_k=4, balance=0.0)
     )
 
 
@@ -172,11 +172,11 @@ def measured_peak(parallel: dict[str, Any]) -> int:
             assert isinstance(engine.states, ZeroStates)
             ids = torch.randint(8192, (2, 8), generator=torch.Generator().manual_seed(engine.mesh.rank))
             most = []
-            for _ in range(3):
+            for _ in range(2):
                 with Recorded(engine.states.gemini.memory.compute, counted) as recorded:
                     engine.run_step(dict(input_ids=ids, labels=ids))
                 most.append(recorded.most)
-            return max(most[1:])
+            return most[1]
     finally:
         Arena.count = before  # type: ignore[method-assign]
 
