@@ -61,6 +61,7 @@ def test_a_step_by_hand_says_what_to_call(spec: str, optimizer: str, precision: 
     engine.close()
 
 
+@pytest.mark.few(7)
 @pytest.mark.parametrize("unscales", [False, True])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("spec", ["data", "zero 1", "zero 3"])

@@ -8,7 +8,6 @@ from collections.abc import Callable
 import pytest
 import torch
 from tensor_parallel_checks import (
-    COVERING,
     WITHOUT_DATA,
     Case,
     assert_gradients_equal,
@@ -16,6 +15,7 @@ from tensor_parallel_checks import (
     gradients,
     mesh_of,
     seeded,
+    two_of_them,
     whole_gradients,
 )
 from torch import Tensor, nn
@@ -208,19 +208,22 @@ def compare(kind: str, cases: tuple[Case, ...]) -> None:
         assert_gradients_equal(whole_gradients(model, mesh_of(axes)), gradients(serial), (kind, mode, axes))
 
 
-QUICK = (*COVERING, case("1d+tokens", tensor=4))
-every_kind = pytest.mark.parametrize(
-    "kind", [*KINDS, "another stream", "biases of all heads", "biases of all heads for each row"]
-)
+NAMES = (*KINDS, "another stream", "biases of all heads", "biases of all heads for each row")
+every_kind = pytest.mark.parametrize("kind", NAMES)
+
+
+def quick(kind: str) -> tuple[Case, ...]:
+    """Return what `make test` runs: attention by tokens, and of the modes that split heads two, others for the next kind."""
+    return (*two_of_them(NAMES.index(kind)), case("1d+tokens", tensor=4))
 
 
 @every_kind
 def test_attention_is_that_of_one_process(kind: str) -> None:
     """With fewer key heads than ranks in 1d, whose norms count them once. The slow test below has the other modes."""
-    run_on_ranks(4, compare, kind, QUICK)
+    run_on_ranks(4, compare, kind, quick(kind))
 
 
 @pytest.mark.slow
 @every_kind
 def test_attention_is_that_of_one_process_in_the_other_modes(kind: str) -> None:
-    run_on_ranks(4, compare, kind, tuple(one for one in WITHOUT_DATA[4] if one not in QUICK))
+    run_on_ranks(4, compare, kind, tuple(one for one in WITHOUT_DATA[4] if one not in quick(kind)))
