@@ -88,7 +88,7 @@ def test_split_master_steps_as_the_float32_parameter_does(dtype: torch.dtype) ->
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)], ids=str)
 def test_the_copy_is_the_parameter_rounded_to_nearest(dtype: torch.dtype) -> None:
-    made = train(f"whole+{str(dtype).removeprefix('torch.')}", "auto", 70_001)
+    made = train(f"whole+{str(dtype).removeprefix('torch.')}", "auto", 70_001, dtype=_usual("whole"))
     assert isinstance(made, K.WholeState) and made.copy is not None
     assert torch.equal(made.copy, made.parameter.to(dtype)) and made.weights is made.copy
 
@@ -114,7 +114,9 @@ def test_shards_step_as_the_whole_does(kind: str, implementation: str) -> None:
 @every_state
 @pytest.mark.parametrize("implementation", ["reference", "numba"])
 def test_two_halves_are_one_step(kind: str, implementation: str) -> None:
-    once, twice = (train(kind, implementation, 70_001, start=512, halves=halves) for halves in (False, True))
+    once, twice = (
+        train(kind, implementation, 70_001, dtype=_usual(kind), start=512, halves=halves) for halves in (False, True)
+    )
     assert_same(twice, once)
 
 
@@ -135,10 +137,10 @@ def test_each_half_writes_its_own() -> None:
 
 @every_state
 def test_the_scale_may_lie_in_a_tensor(kind: str) -> None:
-    scale = torch.tensor([0.3])
-    got = train(kind, "auto", 3000, grad_scale=scale)
-    assert_same(got, train(kind, "auto", 3000, grad_scale=float(scale)))
-    assert_same(got, train(kind, "reference", 3000, grad_scale=scale))
+    scale, dtype = torch.tensor([0.3]), _usual(kind)
+    got = train(kind, "auto", 3000, dtype=dtype, grad_scale=scale)
+    assert_same(got, train(kind, "auto", 3000, dtype=dtype, grad_scale=float(scale)))
+    assert_same(got, train(kind, "reference", 3000, dtype=dtype, grad_scale=scale))
 
 
 @pytest.mark.parametrize("kind", ["whole", "A", "B"])
@@ -251,9 +253,11 @@ _INTO_ANOTHER = [
     for at, dtype in enumerate(_DTYPES)
     for name in ("reference", "numba")
     for l2 in (False, True)
-    # Numba compiles a kernel for each state and dtype, of which zero_gemini's speculative steps take these two.
+    # Numba compiles a kernel for each state and dtype, of which speculative steps in other tests take these two.
     for diagonal in [
-        at == (1 if kind in "ABC" else place % 3) and l2 == (place == 0) and (name == "reference" or kind in "AB")
+        at == {"A": 1, "B": 0, "C": 1}.get(kind, place % 3)
+        and l2 == (place == 0)
+        and (name == "reference" or kind in "AB")
     ]
 ]
 
@@ -263,7 +267,7 @@ def test_a_step_may_be_made_into_another_state(kind: str, implementation: str, d
     n, start = 70_001, 256 * 300
     chosen = K.AdamSettings(lr=1e-2, weight_decay=0.1, adamw_mode=not l2)
     with K.use(implementation):
-        before = train(kind, implementation, n, start=start)
+        before = train(kind, implementation, n, dtype=_usual(kind), start=start)
         kept, wanted = copy.deepcopy(before), copy.deepcopy(before)
         into = state(kind, normal(n, 9))
         for made, was in ((wanted, None), (into, before)):
