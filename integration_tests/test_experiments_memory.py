@@ -190,6 +190,12 @@ def test_asynchronous_traffic_is_what_a_layer_no_longer_waits_for() -> None:
     assert alone["most"] == pytest.approx(alone["TPS"], rel=0.01)
     slower = replace(titan_plans.node(), inside=1e9)
     assert titan_plans.plan(size, row, slower)["TPS"] < shared["TPS"]
+    # Every second product is repeated and attention is not; a limit of power slows matmuls down.
+    selective = titan_plans.plan(size, row | dict(tensor="1", saved="selective"))
+    assert 1.05 < selective["TPS"] / alone["TPS"] < 1.3 and selective["GiB"] > alone["GiB"]
+    free = replace(titan_plans.node(), flops=find_machine("h100x8").flops)
+    clock = ((500 - 70) / 630) ** (1 / 3)
+    assert clock < alone["TPS"] / titan_plans.plan(size, row | dict(tensor="1"), free)["TPS"] < 0.95
 
 
 def test_placement_on_the_host_leaves_more_of_a_gpu() -> None:

@@ -51,8 +51,9 @@ def claims(found: Mapping[str, Any]) -> list[Claim]:
         "float8": (),
     }
     gains = {row["model"]: left(row) for row in shared}
-    compiled = own["compile"][0].ours
-    return read_claims(Path(__file__).parent, own, seventy=gains["70B"], eight=gains["8B"], compiled=compiled)
+    above = [100 * (case.ours / case.published - 1) for case in own["fsdp"]]
+    said = dict(seventy=gains["70B"], eight=gains["8B"], compiled=own["compile"][0].ours)
+    return read_claims(Path(__file__).parent, own, **said, least=min(above), furthest=max(above))
 
 
 def page(found: Mapping[str, Any], made: Sequence[Claim]) -> str:
