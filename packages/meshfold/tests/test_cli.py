@@ -21,7 +21,7 @@ from meshfold.cli import COMMANDS, main, write_what_it_can
 from meshfold.cli.arguments import Failure, read_parallel
 from meshfold.cli.train_arguments import OPTIMIZER_NAMES, configure, settings_of, words_of
 from meshfold.engine.optimizers import OPTIMIZERS
-from meshfold.planner.estimates import MOMENTS
+from meshfold.planner.optimizer_state import MOMENTS
 from meshfold.train.metrics import read_metrics
 
 Run = Callable[..., subprocess.CompletedProcess[str]]

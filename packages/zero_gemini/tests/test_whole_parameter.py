@@ -407,7 +407,7 @@ def test_owners_are_balanced_and_mostly_have_the_whole(sizes: list[int], world: 
             moved = 0
             chunks = chunks_of(sizes, 16384, mesh)
             for chunk in chunks:
-                mine = owners.choose(chunk)
+                mine = owners.choose(chunk.spec, chunk.group.ranks)
                 moved += sum(sum(chunk.lengths(name)) - chunk.lengths(name)[owner] for name, owner in mine.items())
                 found.update(mine)
             mesh.close()

@@ -12,59 +12,11 @@ from torch import Tensor
 from meshfold.mesh import Entry, Mesh, ParallelSpec
 from meshfold.planner.clock import Work, optimizer_seconds
 from meshfold.planner.machines import Machine
+from meshfold.planner.optimizer_state import kept_bytes
 
 if TYPE_CHECKING:
     from meshfold.planner.pipeline_estimate import PipelineEstimate
-    from meshfold.zero_gemini.optimizer import StateSize
     from meshfold.zero_gemini.planner import Plan
-
-
-MOMENTS = {
-    "adamw": 2,
-    "adam": 2,
-    "sgd": 0,
-    "lion": 1,
-    "lamb": 2,
-    "lars": 1,
-    "adafactor": 0,
-    "adafactor_hf": 0,
-    "came": 1,
-    "muon": 1,
-    "galore_adamw": 0,
-    "galore_adafactor": 0,
-}
-"""Numbers that an optimizer keeps for an element, each as wide as the master weight.
-
-With default settings: SGD without momentum, LARS with it. Means of rows and columns (Adafactor, CAME) are not counted: for a matrix
-of n columns they are about 1/n of its elements. GaLore's projections and moments of projected gradients are not counted either.
-Muon and GaLore on AdamW keep two of embeddings, head, norms and biases.
-"""
-CHUNK_BY_CHUNK = ("adamw", "adam")
-"""Optimizers that ``zero`` steps chunk by chunk, with kernels of its own."""
-NORMS = ("lamb", "lars")
-"""Optimizers that need norms of whole tensors."""
-
-
-ELEMENTS = (*CHUNK_BY_CHUNK, "sgd", "lion")
-"""Optimizers of elements, which ``zero`` can step chunk by chunk with a disk."""
-
-
-def steps_early(optimizer: str, precision: str, *, disk: bool) -> bool:
-    """Return True if ``zero`` can step a chunk once its gradient is complete; if not, it steps after the backward.
-
-    Args:
-        optimizer: a key of :data:`MOMENTS`.
-        precision: of the model.
-        disk: the entry ``zero`` has an ``offload_path``.
-    """
-    return optimizer in ELEMENTS if disk else optimizer in CHUNK_BY_CHUNK and precision != "fp64"
-
-
-def kept_by(optimizer: str) -> StateSize:
-    """Return what a plan counts of an optimizer's state; ``optimizer``: a key of :data:`MOMENTS`."""
-    from meshfold.zero_gemini.optimizer import StateSize  # a plan without zero needs no zero_gemini
-
-    return StateSize(MOMENTS[optimizer], ours=optimizer in CHUNK_BY_CHUNK, disk_reads=2 if optimizer in NORMS else 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +72,7 @@ class Memory:
         Args:
             parameters: of the model on this rank.
             masters: the master weights; a parameter in the master precision is its own.
-            optimizer: a key of :data:`MOMENTS`.
+            optimizer: a key of :data:`meshfold.planner.optimizer_state.MOMENTS`.
             activations: bytes of them.
         """
         own = {id(master) for master in masters}
@@ -129,7 +81,7 @@ class Memory:
             parameters=sum(parameter.nbytes for parameter in parameters),
             masters=size - sum(parameter.nbytes for parameter in parameters if id(parameter) in own),
             gradients=size,
-            optimizer=size * MOMENTS[optimizer],
+            optimizer=kept_bytes(optimizer, masters),
             activations=activations,
         )
 

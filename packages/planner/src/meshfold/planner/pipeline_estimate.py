@@ -27,6 +27,7 @@ from meshfold.engine.model import (
     recompute_blocks,
     use_fp8,
 )
+from meshfold.engine.optimizers.roles import pass_roles_on
 from meshfold.engine.precision import Masters, Precision, other_dtypes
 from meshfold.engine.sequence import counted_attention, split_sequence
 from meshfold.engine.states import GradientReducer, PlainStates
@@ -255,16 +256,10 @@ def _with_plain_states(
     settings: EstimateSettings, world: World, built: Assembled, stages: PipelinedModel, stand_in: DryRun
 ) -> tuple[_Ran, list[Entry], Memory]:
     """Run a rank's stages without ``zero``; return what :func:`_run` does, a step's other collectives, and the memory."""
-    states = PlainStates(
-        built.parameters,
-        Masters(
-            built.parameters.values(),
-            settings.parameter_precision,
-            other_dtypes(built.model, settings.parameter_precision),
-        ),
-        world,
-        None,
-    )
+    precision = settings.parameter_precision
+    masters = Masters(built.parameters.values(), precision, other_dtypes(built.model, precision))
+    pass_roles_on({parameter: masters.of(parameter) for parameter in built.parameters.values()})
+    states = PlainStates(built.parameters, masters, world, None)
     parameters = list(built.model.parameters())
     states.begin(first=True)
     with dropout_stream(0, 0), states.backward("last"):

@@ -65,7 +65,7 @@ def estimate(
             machine's rate of fp8, if it has one, with casts that are not compiled; recipe ``block`` and pipelines are planned at
             that of bf16.
         fp8_gather: as ``gather`` in the engine's ``precision``; with ``"fp8"``, ``zero`` stage 3 gathers these weights in fp8.
-        optimizer: a key of :data:`meshfold.planner.estimates.MOMENTS`.
+        optimizer: a key of :data:`meshfold.planner.optimizer_state.MOMENTS`.
         accumulate: micro-steps of an optimizer step.
         rules: as for the engine.
         recompute: as for the engine.

@@ -30,8 +30,9 @@ from meshfold.mesh.spec import ZeroSpec, format_bytes
 from meshfold.planner.clock import Work, kernels_of, operator_seconds
 from meshfold.planner.collected_gradients import moved_bytes, taking
 from meshfold.planner.estimate_settings import EstimateSettings
-from meshfold.planner.estimates import Memory, StepEstimate, kept_by, steps_early
+from meshfold.planner.estimates import Memory, StepEstimate
 from meshfold.planner.machines import Machine
+from meshfold.planner.optimizer_state import kept_under_zero, steps_early
 from meshfold.planner.step_bytes import allocation_bytes, fixed_bytes
 from meshfold.zero_gemini import MemoryPlanError, slot_alignment
 from meshfold.zero_gemini.planner import DoesNotFit, Limits, Plan, Regime, Workload, gather_windows, timeline
@@ -68,7 +69,7 @@ def estimate_zero(
     ranks, local = world.data_size, min(machine.devices, world.mesh.world_size)
     tokens = settings.tokens // ranks
     blocks = engine.recomputed_blocks if settings.recompute == "auto" else None
-    kept = kept_by(settings.optimizer)
+    kept = kept_under_zero(settings.optimizer, engine.model, world, precision, spec)
     regime = regime_of(spec, precision, accumulation=accumulation, ranks=ranks, **kept._asdict())
     each = moved_bytes(spec, regime, ranks=ranks, accumulation=accumulation)
 
@@ -379,7 +380,7 @@ def stage_problem(
     spec, machine, precision = zero_of(settings), settings.machine, settings.parameter_precision
     local = min(machine.devices, world.mesh.world_size)
     accumulation, ranks = max(2, settings.accumulate), world.data_size
-    kept = kept_by(settings.optimizer)
+    kept = kept_under_zero(settings.optimizer, model, world, precision, spec)
     regime = regime_of(spec, precision, accumulation=accumulation, ranks=ranks, **kept._asdict())
     each = moved_bytes(spec, regime, ranks=ranks, accumulation=accumulation)
     with record() as log:

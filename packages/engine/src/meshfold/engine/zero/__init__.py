@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from meshfold.engine.zero.kept_state import kept_state
 from meshfold.engine.zero.measured_plans import InFlight, workload_in_flight
 from meshfold.engine.zero.memory import PROCESS_BYTES, largest_output
 from meshfold.engine.zero.plan import limits_of, plan_for, regime_of
@@ -11,6 +12,7 @@ __all__ = [
     "PROCESS_BYTES",
     "InFlight",
     "ZeroStates",
+    "kept_state",
     "largest_output",
     "limits_of",
     "plan_for",

@@ -15,6 +15,7 @@ from meshfold.checkpoint.shards import Window, windows_of_block
 from meshfold.engine.model.checks import refuse_empty
 from meshfold.engine.model.recompute import RecomputedBlocks, recomputes_by_itself
 from meshfold.engine.optimizers import Factory
+from meshfold.engine.optimizers.trial import Trial
 from meshfold.engine.precision import Precision, keeps_statistics, other_dtypes
 from meshfold.engine.states import optimizer_state
 from meshfold.engine.states.optimizer_state import put
@@ -22,16 +23,17 @@ from meshfold.engine.states.protocols import Source, Sources
 from meshfold.engine.world import PIPE, World
 from meshfold.engine.zero.chunk_sources import ChunkSources
 from meshfold.engine.zero.gather_cache_bytes import GatherCacheBytes
+from meshfold.engine.zero.kept_state import kept_state
 from meshfold.engine.zero.memory import is_out_of_memory
 from meshfold.engine.zero.plan import Sizes, first_placements, regime_of
 from meshfold.engine.zero.process_settings import grow_segments, limit_allocator
 from meshfold.engine.zero.residency import Residency
 from meshfold.kernels import Fp8Weight
 from meshfold.mesh import SpecError
-from meshfold.mesh.parameters import ROLE, metadata_on
+from meshfold.mesh.parameters import metadata_on
 from meshfold.zero_gemini import BackwardRole, Gemini, Memory
 from meshfold.zero_gemini.machine_rates import measure_rank_rates, ranks_per_host
-from meshfold.zero_gemini.optimizer import DiskSettings, StateSize, state_size, steps_early
+from meshfold.zero_gemini.optimizer import DiskSettings, StateSize, steps_early
 from meshfold.zero_gemini.planner import Regime, gradient_dtype
 
 if TYPE_CHECKING:
@@ -99,8 +101,8 @@ class ZeroStates:
             if world.pipelined:  # they accumulate gradients over micro-batches
                 accumulation = max(2, accumulation)
             summed = gradient_dtype(precision.dtype, precision.master_dtype, accumulation=accumulation, ranks=ranks)
-            trial = None if make is None else make(_stand_ins(model))
-            kept = StateSize() if trial is None else state_size(trial, precision.dtype, precision.master_dtype)
+            trial = None if make is None else Trial.of(make, model.parameters())
+            kept = StateSize() if trial is None else kept_state(trial, model, world, precision, spec)
             regime = regime_of(spec, precision, accumulation=accumulation, ranks=ranks, **kept._asdict())
             if world.device.type == "cuda" and spec.placement == "auto" and make is not None:
                 measure_rank_rates(world.device, regime.name)  # evaluation needs no plan
@@ -109,7 +111,9 @@ class ZeroStates:
                 trial is None
                 or looks_at_all
                 or sums
-                or not steps_early(trial, precision.dtype, precision.master_dtype, disk=spec.offload_path is not None)
+                or not steps_early(
+                    trial.optimizer, precision.dtype, precision.master_dtype, disk=spec.offload_path is not None
+                )
             )
             sizes = _state_sizes(model, world, regime, holds_gradients=holds_gradients)
             local = ranks_per_host(world.mesh.world_size)
@@ -366,14 +370,3 @@ def _state_sizes(model: nn.Module, world: World, regime: Regime, *, holds_gradie
 
 def _first_norm(model: nn.Module) -> str:
     return next(type(module).__name__ for module in model.modules() if keeps_statistics(module))
-
-
-def _stand_ins(model: nn.Module) -> list[nn.Parameter]:
-    """Return parameters without memory instead of a model's trained ones, in their order, to try out an optimizer with."""
-    found = []
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            found.append(nn.Parameter(torch.empty((), device="cpu").expand(parameter.shape)))
-            if hasattr(parameter, ROLE):
-                setattr(found[-1], ROLE, getattr(parameter, ROLE))
-    return found or [nn.Parameter(torch.empty(0, device="cpu"))]

@@ -135,7 +135,7 @@ def state_layout(optimizer: torch.optim.Optimizer, dtype: torch.dtype, *, with_s
         with torch.random.fork_rng(devices=[]), torch.enable_grad():
             for group in optimizer.param_groups:
                 parameter = nn.Parameter(torch.ones(3, dtype=dtype))
-                twin = _twin(optimizer, group, [parameter], with_state=with_state)
+                twin = twin_of(optimizer, group, [parameter], with_state=with_state)
                 before = {key: copy.deepcopy(value, {id(parameter): parameter}) for key, value in _own(twin).items()}
                 given, seed = copy.deepcopy(_settings(twin)), torch.random.get_rng_state()
                 for _ in range(_STEPS):
@@ -198,7 +198,7 @@ def _run(
 ) -> tuple[list[Tensor], list[dict[str, Any]]]:
     """Run some steps of an optimizer like the given one; return the values, and its state for each parameter."""
     parameters = [nn.Parameter(value.clone()) for value in values]
-    twin = _twin(optimizer, group, parameters)
+    twin = twin_of(optimizer, group, parameters)
     with torch.enable_grad():
         for step in gradients:
             for parameter, gradient in zip(parameters, step, strict=True):
@@ -207,7 +207,7 @@ def _run(
     return [p.detach() for p in parameters], [dict(twin.state.get(p, {})) for p in parameters]
 
 
-def _twin(
+def twin_of(
     optimizer: torch.optim.Optimizer,
     group: Mapping[str, Any],
     parameters: list[nn.Parameter],

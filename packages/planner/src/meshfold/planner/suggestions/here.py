@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from meshfold.mesh.processes import Environment
-from meshfold.planner.estimates import MOMENTS
 from meshfold.planner.known_machines import MACHINES
 from meshfold.planner.machines import Machine
+from meshfold.planner.optimizer_state import MOMENTS
 from meshfold.planner.report import format_seconds
 from meshfold.planner.suggestions.options import Suggestion
 from meshfold.planner.suggestions.search import suggest

@@ -91,7 +91,7 @@ class _Reckoning:
             candidate,
             profile,
             batch_size=clock.batch_size,
-            regime=clock.regime_of(candidate),
+            regime=clock.regime_of(candidate, profile.memory(profile.shape.blocks)),
             clips=clock.waits_for_norm,
             limit=clock.machine.memory,
             workspace=workspace_bytes(clock.machine.kind),

@@ -11,8 +11,9 @@ from meshfold.engine.zero import regime_of
 from meshfold.mesh import ParallelSpec
 from meshfold.mesh.spec import ZeroSpec
 from meshfold.planner.clock import Phases, Work
-from meshfold.planner.estimates import CHUNK_BY_CHUNK, kept_by
+from meshfold.planner.estimates import Memory
 from meshfold.planner.machines import Machine
+from meshfold.planner.optimizer_state import CHUNK_BY_CHUNK, kept_by
 from meshfold.planner.suggestions.layouts import Candidate
 from meshfold.planner.suggestions.profile import Part, Step
 from meshfold.planner.suggestions.seconds import Seconds
@@ -27,7 +28,7 @@ class Clock:
         machine: that runs them.
         batch_size: sequences of a global batch.
         precision: of compute.
-        optimizer: a key of :data:`meshfold.planner.estimates.MOMENTS`.
+        optimizer: a key of :data:`meshfold.planner.optimizer_state.MOMENTS`.
         clip: gradients are clipped by their norm.
     """
 
@@ -60,19 +61,20 @@ class Clock:
             self._works[key] = Seconds(device, host, 0.0)
         return self._works[key]
 
-    def regime_of(self, candidate: Candidate) -> Regime:
-        """Return the bytes that an element takes under ``zero``."""
+    def regime_of(self, candidate: Candidate, held: Memory) -> Regime:
+        """Return the bytes that an element takes under ``zero``; ``held``: of the model's parameters and their state without."""
         alone = candidate.accumulate == 1 and candidate.family.stages == 1
         spec = candidate.spec
         shared = candidate.family.data > 1 or (spec.sequence is not None and spec.sequence.size > 1)
-        key = (shared, alone)
+        moments = held.optimizer / held.gradients if held.gradients else 0.0
+        key = (shared, alone, moments)
         if key not in self._regimes:
             self._regimes[key] = regime_of(
                 spec.zero or ZeroSpec(stage=1),
                 Precision.parse(self.precision),
                 accumulation=1 if alone else 2,
                 ranks=2 if shared else 1,
-                **kept_by(self.optimizer)._asdict(),
+                **kept_by(self.optimizer, moments)._asdict(),
             )
         return self._regimes[key]
 

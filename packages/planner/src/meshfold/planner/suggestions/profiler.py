@@ -67,7 +67,7 @@ class Profiler:
         build: makes the model.
         seq_len: tokens of a sequence.
         settings: of the engine: precision, rules, kernels, clipping.
-        optimizer: a key of :data:`meshfold.planner.estimates.MOMENTS`.
+        optimizer: a key of :data:`meshfold.planner.optimizer_state.MOMENTS`.
         batch_size: sequences of a global batch: no micro-step has more.
         kind: of the devices.
         traces: micro-steps that ran so far.

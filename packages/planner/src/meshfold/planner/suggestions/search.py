@@ -65,7 +65,7 @@ def suggest(
         ranks: world size; by default those of one node.
         precision: as for the engine.
         fp8: recipe of linear layers in fp8, as for :func:`meshfold.planner.estimate`.
-        optimizer: a key of :data:`meshfold.planner.estimates.MOMENTS`.
+        optimizer: a key of :data:`meshfold.planner.optimizer_state.MOMENTS`.
         rules: as for the engine.
         kernels: as for the engine.
         clip: clip gradients by their norm.

@@ -427,10 +427,7 @@ class Chunk:
 
     def lengths(self, name: str) -> list[int]:
         """Return the number of elements of a parameter on each rank of the group."""
-        slot = next(slot for slot in self.spec.slots if slot.name == name)
-        begin, end = slot.start_elems, slot.start_elems + slot.numel
-        starts = range(0, self.spec.size_elems, self._length)
-        return [max(0, min(end, start + self._length) - max(begin, start)) for start in starts]
+        return self.spec.lengths(name)
 
     def __repr__(self) -> str:
         names = self.spec.names

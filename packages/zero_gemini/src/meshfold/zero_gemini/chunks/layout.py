@@ -95,6 +95,13 @@ class ChunkSpec:
         """Elements of padding: gaps before aligned slots, and the tail."""
         return self.size_elems - self.used_elems
 
+    def lengths(self, name: str) -> list[int]:
+        """Return the number of elements of a parameter on each rank that has a shard."""
+        slot = next(slot for slot in self.slots if slot.name == name)
+        begin, end = slot.start_elems, slot.start_elems + slot.numel
+        starts = range(0, self.size_elems, self.shard_elems)
+        return [max(0, min(end, start + self.shard_elems) - max(begin, start)) for start in starts]
+
 
 @dataclass(frozen=True, slots=True)
 class ChunkLayout:

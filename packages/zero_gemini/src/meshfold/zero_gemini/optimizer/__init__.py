@@ -14,6 +14,7 @@ from meshfold.zero_gemini.optimizer.dispatch import (
 from meshfold.zero_gemini.optimizer.elementwise import GeneralStepper
 from meshfold.zero_gemini.optimizer.interface import EarlyStepper, Entry, Stepper
 from meshfold.zero_gemini.optimizer.kernel_runs import StepKind, StepTiming
+from meshfold.zero_gemini.optimizer.owned_state import owned_state_size
 from meshfold.zero_gemini.optimizer.speculative_steps import SPECULATE_AFTER_STEPS
 
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "StepTiming",
     "Stepper",
     "optimizer_kind",
+    "owned_state_size",
     "state_size",
     "steps_early",
 ]

@@ -101,7 +101,8 @@ class StateSize(NamedTuple):
 
 
 def state_size(optimizer: torch.optim.Optimizer, dtype: torch.dtype, master_dtype: torch.dtype) -> StateSize:
-    """Return the size of an optimizer's state: it is tried out, unless it is Adam. For matrices two numbers are assumed.
+    """Return the size of an optimizer's state: it is tried out, unless it is Adam. For matrices two numbers are assumed;
+    :func:`~meshfold.zero_gemini.optimizer.owned_state.owned_state_size` counts them.
 
     Args:
         optimizer: with its groups; it is not changed and does not step.

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from meshfold.mesh import Group, all_to_all
 from meshfold.zero_gemini.chunks.chunk import Chunk
-from meshfold.zero_gemini.chunks.layout import Slot
+from meshfold.zero_gemini.chunks.layout import ChunkSpec, Slot
 
 
 class Owners:
@@ -29,16 +29,16 @@ class Owners:
     def __init__(self) -> None:
         self._loads: dict[tuple[int, ...], list[int]] = {}
 
-    def choose(self, chunk: Chunk) -> dict[str, int]:
-        """Return, for each of its parameters, the owner's index in the chunk's group."""
-        loads = self._loads.setdefault(chunk.group.ranks, [0] * chunk.group.size)
+    def choose(self, chunk: ChunkSpec, ranks: tuple[int, ...]) -> dict[str, int]:
+        """Return, for each of a chunk's parameters, the owner's index among the ranks that share the chunk."""
+        loads = self._loads.setdefault(ranks, [0] * len(ranks))
         chosen = {}
-        has_of = {slot.name: chunk.lengths(slot.name) for slot in chunk.spec.slots}
+        has_of = {slot.name: chunk.lengths(slot.name) for slot in chunk.slots}
 
         def order(slot: Slot) -> tuple[bool, int]:
             return slot.numel not in has_of[slot.name], -slot.numel
 
-        for slot in sorted(chunk.spec.slots, key=order):
+        for slot in sorted(chunk.slots, key=order):
             has = has_of[slot.name]
             is_whole = slot.numel in has
             rank = (

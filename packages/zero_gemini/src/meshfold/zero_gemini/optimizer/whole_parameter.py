@@ -82,7 +82,7 @@ class WholeStepper(StepsAtOnce):
             self._refuse_disk()
 
     def adopt(self, chunk: Chunk, place: MemoryTier) -> None:
-        self._owners.update(self._choice.choose(chunk))
+        self._owners.update(self._choice.choose(chunk.spec, chunk.group.ranks))
         self._chunks.update(dict.fromkeys(chunk.spec.names, chunk))
         self._place(chunk, place)
 

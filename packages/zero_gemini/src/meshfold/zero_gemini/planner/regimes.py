@@ -70,7 +70,7 @@ class Regime:
         kept = master * (moments + (master != width))
         step = gradient + 2 * (width + kept)  # reads everything, writes everything but the gradient
         return cls(
-            name=f"{moments:g} moments",
+            name=f"{moments:.4g} moments",
             parameter=width,
             state=kept,
             gradient=gradient,
