@@ -309,16 +309,11 @@ def _sizes(
 ) -> tuple[list[int], list[int], list[int]]:
     """Exchange sizes: rows to each rank, rows from each, pairs of each local expert. Only this makes the host wait.
 
-    On the meta device tokens are spread over experts as evenly as a random choice would. In a simulated world the other ranks send
-    what this rank sends to them.
+    On the meta device tokens are spread over experts as evenly as a random choice would; operators and message are those of a
+    real layer, so that plans count them. In a simulated world the other ranks send what this rank sends to them.
     """
     blocks = group.size // sharing
     experts = experts_each * blocks
-    if index.is_meta:
-        tokens, each = index.shape
-        missed = math.comb(experts - experts_each, each) / math.comb(experts, each)
-        rows = [round(tokens * (1 - missed))] * group.size
-        return rows, rows, _evenly(tokens * each * sharing, experts_each)
     safe = torch.where((index >= 0) & (index < experts), index, experts).long().flatten()
     wanted = torch.zeros(experts + 1, dtype=torch.int64, device=index.device)
     wanted = wanted.scatter_add_(0, safe, torch.ones_like(safe))[:experts].view(blocks, experts_each)
@@ -328,7 +323,13 @@ def _sizes(
     incoming = all_to_all(leaving, group, 0, 0)
     if is_simulated():
         incoming = leaving
-    numbers = torch.cat([outgoing, incoming[:, 0], incoming[:, 1:].sum(0)]).tolist()
+    found = torch.cat([outgoing, incoming[:, 0], incoming[:, 1:].sum(0)])
+    if index.is_meta:
+        tokens, each = index.shape
+        missed = math.comb(experts - experts_each, each) / math.comb(experts, each)
+        rows = [round(tokens * (1 - missed))] * group.size
+        return rows, rows, _evenly(tokens * each * sharing, experts_each)
+    numbers = found.tolist()
     return numbers[: group.size], numbers[group.size : 2 * group.size], numbers[2 * group.size :]
 
 
