@@ -371,11 +371,15 @@ class Chunk:
     @torch.no_grad()
     def show(self, values: Tensor) -> None:
         """Start copying new values of the shard from other memory, in parallel with compute. Call ``publish`` afterwards."""
-        if self.is_gathering:
-            self.wait()
+        self.wait_for_gather()
         with beside(self.device):
             self.shard.copy_(values, non_blocking=True)
             self._copied = mark(self.device)
+
+    def wait_for_gather(self) -> None:
+        """Wait for an all-gather that is under way, which reads the shard."""
+        if self.is_gathering:
+            self.wait()
 
     def publish(self) -> None:
         """Start gathering the changed shard again if the chunk is resident (then call ``wait``); else release the chunk.
@@ -387,8 +391,7 @@ class Chunk:
         if not self.resident:
             self.release()
             return
-        if self.is_gathering:
-            self.wait()
+        self.wait_for_gather()
         if self.group.size > 1:
             queue_behind(self._copied, self.device)
         self._all_gathers = [self._start_gather(self._whole, self.shard)]

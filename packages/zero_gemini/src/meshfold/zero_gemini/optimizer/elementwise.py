@@ -22,6 +22,7 @@ from meshfold.zero_gemini.optimizer.interface import Entry, StepsAtOnce
 from meshfold.zero_gemini.optimizer.kernel_runs import StepKind, StepTimer, StepTiming
 from meshfold.zero_gemini.optimizer.master_weights import Weights
 from meshfold.zero_gemini.optimizer.steps_in_backward import StepsInBackward
+from meshfold.zero_gemini.optimizer.written_copies import WrittenCopies
 
 
 class GeneralStepper(StepsAtOnce):
@@ -59,6 +60,7 @@ class GeneralStepper(StepsAtOnce):
         if disk is not None:
             self.disk = DiskSteps(optimizer, disk, dtype, self._faults, self._timings, with_state=with_state)
         self._early: StepsInBackward | None = None
+        self._copies = WrittenCopies(optimizer)
 
     @property
     def early(self) -> StepsInBackward | None:
@@ -249,7 +251,8 @@ class GeneralStepper(StepsAtOnce):
         return self._weights[self._chunks[name]].parameters[name].detach()
 
     def publish(self, chunk: Chunk) -> None:
-        self._weights[chunk].show()
+        if not self._copies.take(chunk):
+            self._weights[chunk].show()
         chunk.publish()
 
     def step(self, gradients: Mapping[Chunk, Tensor], scale: float | Tensor, used: set[str]) -> None:
@@ -270,7 +273,8 @@ class GeneralStepper(StepsAtOnce):
             for part in chunk.slices:
                 grad = gradient[part.shard_start : part.shard_start + part.length]
                 weights.parameters[part.name].grad = grad if part.name in used else None
-        self.optimizer.step()
+        with self._copies.writing(self._weights.values()):
+            self.optimizer.step()
         for weights in self._weights.values():
             for parameter in weights.parameters.values():
                 parameter.grad = None

@@ -41,6 +41,19 @@ class Weights:
         """Return True if the master weights are the chunk's shard itself."""
         return self._own is None
 
+    @property
+    def has_shard_beside(self) -> bool:
+        """Return True if the shard is another plane of another dtype, and both are on the device."""
+        wide = self._own is not None and self.dtype != self.chunk.dtype
+        return wide and self.place == "device" and self._shard_is_there
+
+    def slices_of(self, plane: Tensor) -> dict[nn.Parameter, Tensor]:
+        """Return the part of a plane like the shard that belongs to each parameter."""
+        return {
+            self.parameters[part.name]: plane[part.shard_start : part.shard_start + part.length]
+            for part in self.chunk.slices
+        }
+
     @torch.no_grad()
     def show(self) -> None:
         """Start copying them to the chunk's shard during compute; ``chunk.wait`` waits for the copy."""
@@ -94,11 +107,14 @@ class Weights:
             self._own.free()
             self._own = None
 
+    @property
+    def _shard_is_there(self) -> bool:
+        return (self.chunk.resident or self.chunk.tier == "device") == (self.place == "device")
+
     def _settled(self) -> Tensor:
         """Return the weights' tensor; allocate or free separate memory depending on their tier and the shard's."""
         chunk, own = self.chunk, self._own
-        shard_is_there = (chunk.resident or chunk.tier == "device") == (self.place == "device")
-        if self.dtype == chunk.dtype and shard_is_there:
+        if self.dtype == chunk.dtype and self._shard_is_there:
             if own is not None:
                 chunk.shard.copy_(own.tensor)
                 own.free()
