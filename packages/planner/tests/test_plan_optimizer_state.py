@@ -11,7 +11,7 @@ from meshfold.engine import Engine
 from meshfold.engine.zero import ZeroStates
 from meshfold.mesh import ParallelSpec
 from meshfold.mesh.testing import run_on_ranks
-from meshfold.models import GPT, GPTConfig
+from meshfold.models import GPT, GPTConfig, Llama, MoELlamaConfig
 from meshfold.planner import estimate
 from meshfold.planner.optimizer_state import MOMENTS
 
@@ -23,7 +23,17 @@ def small() -> GPT:
     return GPT(GPTConfig(vocab_size=WORDS, hidden=WIDTH, layers=2, heads=4, max_positions=TOKENS))
 
 
-def kept_in_steps(spec: dict[str, Any], names: list[str], precision: str) -> list[tuple[int, int]]:
+def mixture() -> Llama:
+    sizes: dict[str, Any] = dict(vocab_size=WORDS, hidden=WIDTH, layers=2, heads=4, ffn=48, experts=4, top_k=2)
+    return Llama(MoELlamaConfig(**sizes, balance=0.0))
+
+
+MODELS: dict[str, Any] = {"small": small, "mixture": mixture}
+
+
+def kept_in_steps(
+    spec: dict[str, Any], names: list[str], precision: str, model: str = "small"
+) -> list[tuple[int, int]]:
     """Return, for each optimizer, the bytes of its state on this rank after three steps, with master weights that it owns.
 
     With it comes what the engine's own plan counts; 0 if it makes none.
@@ -31,7 +41,7 @@ def kept_in_steps(spec: dict[str, Any], names: list[str], precision: str) -> lis
     found = []
     ids = torch.randint(WORDS, (ROWS, TOKENS), generator=torch.Generator().manual_seed(0))
     for name in names:
-        with Engine(small, spec, optimizer=dict(name=name), precision=precision, device="cpu") as engine:
+        with Engine(MODELS[model], spec, optimizer=dict(name=name), precision=precision, device="cpu") as engine:
             batch = engine.shard_batch(dict(input_ids=ids, labels=ids))
             for _ in range(3):
                 engine.train_step(batch)
@@ -48,13 +58,13 @@ def kept_in_steps(spec: dict[str, Any], names: list[str], precision: str) -> lis
     return found
 
 
-def check(spec: dict[str, Any], ranks: int, names: list[str], precision: str) -> None:
+def check(spec: dict[str, Any], ranks: int, names: list[str], precision: str, model: str = "small") -> None:
     """Compare the rank that holds most with the plan."""
-    every = run_on_ranks(ranks, kept_in_steps, spec, names, precision)
+    every = run_on_ranks(ranks, kept_in_steps, spec, names, precision, model)
     for name, *found in zip(names, *every, strict=True):
         most = max(kept for kept, _ in found)
         sizes = dict(batch_size=ROWS, seq_len=TOKENS, optimizer=name, precision=precision)
-        plan = estimate(small, ParallelSpec.parse(spec, ranks), **sizes)  # type: ignore[arg-type]
+        plan = estimate(MODELS[model], ParallelSpec.parse(spec, ranks), **sizes)  # type: ignore[arg-type]
         assert plan.memory.optimizer == pytest.approx(most, abs=64), name  # each chunk's bytes are rounded
         if spec.get("zero", {}).get("placement") == "auto":
             assert [counted for _, counted in found] == [pytest.approx(most, abs=64)] * ranks, name
@@ -79,6 +89,11 @@ def test_state_of_blocks_of_tensor_parallelism() -> None:
 @pytest.mark.slow
 def test_state_under_zero_beside_tensor_parallelism() -> None:
     check(dict(data=2, tensor=dict(mode="2d", size=4), zero=dict(stage=3, placement="cuda")), 8, MATRICES, "bf16")
+
+
+def test_state_of_experts_that_fewer_ranks_share() -> None:
+    """Stacks of matrices: two ranks share those of two experts, four all else."""
+    check(dict(data=4, expert=2, zero=dict(stage=3, placement="cuda")), 4, ["muon", "galore_adamw"], "bf16", "mixture")
 
 
 def test_state_of_the_fullest_stage_of_a_pipeline() -> None:
