@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from meshfold.engine.optimizers import Factory, optimizer_factory
-from meshfold.engine.optimizers.trial import Trial
+from meshfold.engine.optimizers import Factory, Trial, optimizer_factory
 from meshfold.mesh.parameters import metadata, state_bytes
 
 if TYPE_CHECKING:

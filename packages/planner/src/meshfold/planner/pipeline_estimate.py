@@ -27,7 +27,7 @@ from meshfold.engine.model import (
     recompute_blocks,
     use_fp8,
 )
-from meshfold.engine.optimizers.roles import pass_roles_on
+from meshfold.engine.optimizers import pass_roles_on
 from meshfold.engine.precision import Masters, Precision, other_dtypes
 from meshfold.engine.sequence import counted_attention, split_sequence
 from meshfold.engine.states import GradientReducer, PlainStates

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from meshfold.engine.errors import TrainingError
-from meshfold.engine.optimizers.roles import groups_by_role, note_roles
+from meshfold.engine.optimizers.roles import groups_by_role, note_roles, pass_roles_on
+from meshfold.engine.optimizers.trial import Trial
 from meshfold.mesh import SpecError, did_you_mean
 from meshfold.mesh.parameters import OptimizerProbeError, ShardedBlocks, ShardedSquareSums, probe_optimizer
 from meshfold.mesh.spec import argument_checks as settings
@@ -41,9 +42,11 @@ __all__ = [
     "OWN_SCALER",
     "Factory",
     "StepGuard",
+    "Trial",
     "check_optimizer_class",
     "note_roles",
     "optimizer_factory",
+    "pass_roles_on",
 ]
 
 Scheduler: TypeAlias = torch.optim.lr_scheduler.LRScheduler

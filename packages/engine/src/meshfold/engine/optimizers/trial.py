@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from meshfold.engine.optimizers import Factory
 from meshfold.mesh.parameters import ROLE
 
 
@@ -24,7 +23,7 @@ class Trial(NamedTuple):
     stand_ins: dict[Tensor, nn.Parameter]
 
     @classmethod
-    def of(cls, make: Factory, parameters: Iterable[Tensor]) -> Trial:
+    def of(cls, make: Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer], parameters: Iterable[Tensor]) -> Trial:
         """Make the optimizer of the parameters that are trained, of an empty one if none is."""
         found = {parameter: _stand_in(parameter) for parameter in parameters if parameter.requires_grad}
         return cls(make([*found.values()] or [nn.Parameter(torch.empty(0, device="cpu"))]), found)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from meshfold.engine.optimizers.trial import Trial
+from meshfold.engine.optimizers import Trial
 from meshfold.engine.precision import Precision, other_dtypes
 from meshfold.engine.world import World
 from meshfold.mesh.spec import ZeroSpec

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from meshfold.checkpoint.shards import Window, windows_of_block
 from meshfold.engine.model.checks import refuse_empty
 from meshfold.engine.model.recompute import RecomputedBlocks, recomputes_by_itself
-from meshfold.engine.optimizers import Factory
-from meshfold.engine.optimizers.trial import Trial
+from meshfold.engine.optimizers import Factory, Trial
 from meshfold.engine.precision import Precision, keeps_statistics, other_dtypes
 from meshfold.engine.states import optimizer_state
 from meshfold.engine.states.optimizer_state import put

@@ -47,7 +47,7 @@ class Weights:
         wide = self._own is not None and self.dtype != self.chunk.dtype
         return wide and self.place == "device" and self._shard_is_there
 
-    def slices_of(self, plane: Tensor) -> dict[nn.Parameter, Tensor]:
+    def slices_of(self, plane: Tensor) -> dict[Tensor, Tensor]:
         """Return the part of a plane like the shard that belongs to each parameter."""
         return {
             self.parameters[part.name]: plane[part.shard_start : part.shard_start + part.length]
