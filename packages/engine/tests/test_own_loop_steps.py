@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -61,24 +63,63 @@ def test_a_step_by_hand_says_what_to_call(spec: str, optimizer: str, precision: 
     engine.close()
 
 
-@pytest.mark.few(7)
-@pytest.mark.parametrize("unscales", [False, True])
+@pytest.mark.few(4)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("spec", ["data", "zero 1", "zero 3"])
 @ranks(2)
-def test_a_scaler_of_ones_own_says_what_to_write(spec: str, optimizer: str, unscales: bool) -> None:
+def test_a_scaler_of_ones_own_says_what_to_write(spec: str, optimizer: str) -> None:
     engine = Engine(gpt, SPECS[spec], optimizer=OPTIMIZERS[optimizer])
     scaler, mine = torch.amp.GradScaler("cpu", init_scale=8.0), engine.shard_batch(IDS)
     engine.backward(scaler.scale(engine(mine, labels=mine).loss))
     assert engine.optimizer is not None
-    if unscales:
-        scaler.unscale_(engine.optimizer)
     with pytest.raises(
         TrainingError, match=r"by hand.*Leave the GradScaler out: with Engine\(\.\.\., precision='fp16'\)"
     ):
         scaler.step(engine.optimizer)
     assert not {"grad_scale", "found_inf"} & set(vars(engine.optimizer))
     engine.close()
+
+
+def after_a_step(spec: str, optimizer: str, precision: str, *, unscales: bool) -> dict[str, Tensor]:
+    """Return the model after a step of a loop with a scaler, that unscales before ``engine.step()``, or without one."""
+    settings: dict[str, Any] = dict(optimizer=OPTIMIZERS[optimizer], precision=precision, clip_grad_norm=0.5)
+    with Engine(gpt, SPECS[spec], **settings) as engine:
+        scaler, mine = torch.amp.GradScaler("cpu", init_scale=8.0, enabled=unscales), engine.shard_batch(IDS)
+        assert engine.optimizer is not None
+        for _ in range(2):  # the second time after a step
+            engine.backward(scaler.scale(engine(mine, labels=mine).loss))
+            scaler.unscale_(engine.optimizer)
+            engine.step()
+            scaler.update()
+        return engine.full_state_dict()
+
+
+@pytest.mark.few(4)
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("spec", ["data", "tensor", "zero 1", "zero 3"])
+@ranks(2)
+def test_gradients_that_are_unscaled_by_hand_are_right_or_refused(spec: str, optimizer: str, precision: str) -> None:
+    if precision == "fp32" and "zero" not in spec:  # the optimizer has the parameters themselves
+        wanted, found = (after_a_step(spec, optimizer, precision, unscales=own) for own in (False, True))
+        assert all(torch.equal(found[name], value) for name, value in wanted.items())
+        return
+    refusals = r"unscales by hand .* Leave the GradScaler out|Attempting to unscale FP16 gradients"  # torch's, of weights in fp16
+    with pytest.raises((TrainingError, ValueError), match=refusals):
+        after_a_step(spec, optimizer, precision, unscales=True)
+
+
+@ranks(2)
+def test_gradients_of_the_optimizers_own_tensors_are_refused_and_may_be_released() -> None:
+    with Engine(gpt, SPECS["zero 1"], optimizer=OPTIMIZERS["torch's own"], precision="bf16") as engine:
+        optimizer = engine.optimizer
+        assert optimizer is not None
+        optimizer.zero_grad()
+        backward(engine)
+        with pytest.raises(TrainingError, match=r"engine's optimizer .* which gets them in engine\.step\(\)"):
+            torch.nn.utils.clip_grad_norm_([one for group in optimizer.param_groups for one in group["params"]], 1.0)
+        optimizer.zero_grad()
+        assert engine.step()
 
 
 @ranks(2)
@@ -89,6 +130,16 @@ def test_a_scaler_of_an_optimizer_of_ones_own_says_what_to_write() -> None:
         engine.backward(scaler.scale(engine(mine, labels=mine).loss))
         with pytest.raises(TrainingError, match="Leave the GradScaler out"):
             scaler.step(own)
+
+
+def test_a_dropped_engine_takes_its_optimizer_along() -> None:
+    engine = Engine(gpt, optimizer=OPTIMIZERS["torch's own"], precision="bf16")
+    backward(engine)
+    kept = ref(engine.optimizer)
+    engine.optimizer.owner = engine  # type: ignore[union-attr]  # as what a user hangs there may
+    del engine
+    gc.collect()
+    assert kept() is None
 
 
 def test_a_closed_engine_lets_its_optimizer_go() -> None:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from meshfold.engine.errors import TrainingError
 from meshfold.engine.optimizers import OWN_SCALER
+from meshfold.engine.states.optimizer_gradient import OptimizerGradient
 from meshfold.engine.states.protocols import States
 from meshfold.mesh.parameters import GradientProxy, metadata
 
@@ -48,12 +49,17 @@ class ShownGradients:
         self._made: dict[int, GradientProxy] = {}  # proxies by index, reused in every step
         self._visible = False
         self._listens = False
-        self._finalizer = finalize(self, _hide, list(states.trained))
+        self._of_optimizer = OptimizerGradient(states.optimizer, states.trained, advice)
+        self._finalizer = finalize(self, _hide, list(states.trained), self._of_optimizer)
 
     # -- when they stand there --------------------------------------------------------------------------------------
 
     def show(self) -> None:
         """Set ``parameter.grad`` to shown gradients from now on."""
+        self._show_parameters()
+        self._of_optimizer.show()
+
+    def _show_parameters(self) -> None:
         with torch._C.DisableTorchFunctionSubclass():  # released parameters would answer in Python
             for place, parameter in enumerate(self._states.trained):
                 if parameter.grad is None:
@@ -80,6 +86,7 @@ class ShownGradients:
         with torch._C.DisableTorchFunctionSubclass():
             for parameter in self._states.trained:
                 parameter.grad = None
+        self._of_optimizer.hide()
         self._covered.clear()
         self._factors.clear()
         self._visible = False
@@ -89,7 +96,7 @@ class ShownGradients:
         for place, parameter in enumerate(self._states.trained):
             if parameter.grad is not None and not isinstance(parameter.grad, GradientProxy):
                 self._covered[place], parameter.grad = parameter.grad, None
-        self.show()
+        self._show_parameters()  # the optimizer's tensors have theirs, which norms read
 
     def check_unchanged(self) -> None:
         """Refuse a step that would not see an assigned gradient.
@@ -257,7 +264,9 @@ def _hide_from_compiler(shown: ShownGradients) -> None:
     finalize(shown, forget)
 
 
-def _hide(parameters: Iterable[nn.Parameter]) -> None:
+def _hide(parameters: Iterable[nn.Parameter], of_optimizer: OptimizerGradient | None = None) -> None:
+    if of_optimizer is not None:
+        of_optimizer.hide()
     for parameter in parameters:
         if isinstance(parameter.grad, GradientProxy):
             parameter.grad = None
