@@ -19,6 +19,7 @@ from meshfold.engine.batches.packed import OwnDocuments
 from meshfold.engine.batches.parameter_reads import ParameterReads
 from meshfold.engine.batches.sharding import Shares
 from meshfold.engine.batches.shown import called, explain_failure, rows_of_tables
+from meshfold.engine.batches.weight_gradients import WeightGradients
 from meshfold.engine.model.checks import KnownParameters
 from meshfold.engine.model.mask_choice import makes_masks, positions_of_the_model
 from meshfold.engine.model.pipelined_model import PipelinedModel
@@ -59,6 +60,7 @@ class Forward:
         pipelined: PipelinedModel | None,
         loss_fn: Callable[[Any, Any], Tensor] | None,
         logits: DeferredLogits | None = None,
+        weight_gradients: WeightGradients,
     ) -> None:
         """Args:
         model: this rank's part.
@@ -68,7 +70,9 @@ class Forward:
         pipelined: runs a model in stages.
         loss_fn: the user's own; None: the loss is in the model's output.
         logits: deferred logits that only the loss reads; None: all logits are computed.
+        weight_gradients: warns of losses that are computed with them.
         """
+        self._weight_gradients = weight_gradients
         self._model, self._world, self._precision, self._states = model, world, precision, states
         self._pipelined, self._loss_fn, self._logits = pipelined, loss_fn, logits
         self._mean = loss_mean(model) if loss_fn is None else LossMean.LABELS
@@ -205,6 +209,7 @@ class Forward:
                 "the loss depends on no trained parameter: compute it from the model's output, without .detach(), .data or "
                 "torch.no_grad()"
             )
+        self._weight_gradients.check(loss)
         return torch.where(shares.count > 0, loss, 0.0)
 
     def _loss(self, work: batches.Batch, shares: Counted) -> Tensor:
@@ -258,6 +263,7 @@ class Forward:
         """
         _check_scalar(loss)
         assert isinstance(loss, Tensor)  # checked above
+        self._weight_gradients.check(loss)
         if self._world.mode is not None:
             self._reads.check_graph(loss)
 

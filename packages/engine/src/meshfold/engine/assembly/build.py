@@ -12,6 +12,7 @@ from torch import nn
 
 from meshfold.engine.assembly.arguments import Arguments
 from meshfold.engine.assembly.assemble import Assembled, assemble, dropout_settings, make_states
+from meshfold.engine.batches.weight_gradients import WeightGradients
 from meshfold.engine.captured_step import CapturedSteps, check_capture
 from meshfold.engine.checkpoints.model_state import ModelState
 from meshfold.engine.experts import check_fp8_dispatch, dispatch_in_fp8
@@ -132,6 +133,9 @@ def build(
     opened.callback(step_guard.close)
     if states.optimizer is not None:
         opened.callback(claim(part.model, engine, in_chunks=world.spec.zero is not None).close)
+    second_derivatives = asked.compile is None and not world.pipelined  # elsewhere torch or stages refuse them
+    weight_gradients = WeightGradients(states.trained if second_derivatives else (), world)
+    opened.callback(weight_gradients.close)
     forward = Forward(
         part.model,
         world,
@@ -140,6 +144,7 @@ def build(
         pipelined=part.pipelined,
         loss_fn=asked.loss_fn,
         logits=None if layers.fused is None else layers.fused.logits,
+        weight_gradients=weight_gradients,
     )
     captured, captured_zero = None, None
     if asked.cuda_graph:
