@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from benchmarks.common import RESULTS, machine, median, synchronize, write
-from benchmarks.reports import Bar, met
+from benchmarks.common import RESULTS, Contestant, energy_windows, machine, median, synchronize, write
+from benchmarks.reports import JOULES, Bar, joules, met
 
 SHAPE = dict(hidden=4096, layers=32, heads=32, kv_heads=32, ffn=11008, words=32_000, rows=1, length=2048, rank=1024)
 """That of Llama 7B, which the bar is for."""
@@ -61,13 +61,17 @@ def run(options: argparse.Namespace, bar: Bar) -> None:
         group["lr"] *= 1.0 if group["role"] == "matrices" else OTHERS_RATE
     step_in_backward(optimizer)
     ids = torch.randint(shape["words"], (shape["rows"], shape["length"]), device=device)
+
+    def train() -> float:
+        loss = model(input_ids=ids, labels=ids).loss
+        value = float(loss.item())
+        loss.backward()
+        return value
+
     losses, seconds = [], []
     for step in range(options.steps):
         begun = time.perf_counter()
-        loss = model(input_ids=ids, labels=ids).loss
-        losses.append(loss.item())
-        loss.backward()
-        del loss
+        losses.append(train())
         synchronize()
         seconds.append(time.perf_counter() - begun)
         print(f"step {step}: loss {losses[-1]:.3f}, {seconds[-1]:.2f} s", flush=True)
@@ -84,6 +88,13 @@ def run(options: argparse.Namespace, bar: Bar) -> None:
         eight_bit_bytes=sum(one.numel() for one in kept if one.dtype == torch.uint8),
         peak_bytes=torch.cuda.max_memory_allocated() if on_gpu else 0,
         reserved_bytes=torch.cuda.max_memory_reserved() if on_gpu else 0,
+        power=energy_windows(
+            [Contestant("GaLore", train, warm=True)],
+            ranks=1,
+            gpus=1,
+            window_s=options.window_s,
+            settle_s=options.settle_s,
+        ).get("GaLore", {}),
     )
     write(options.out, result)
     report(options.out, bar)
@@ -104,6 +115,10 @@ def report(path: Path, bar: Bar) -> None:
         f"- seconds a step: {median(seconds[1:] or seconds):.2f}; the first, with projections: {seconds[0]:.1f}",
         f"- GiB: weights {gib['weight']:.2f}, optimizer state {gib['state']:.2f}, of which {gib['eight_bit']:.2f} in 8 bits",
     ]
+    if power := found.get("power"):
+        cells = joules(power, power["milliseconds"] / 1e3, settings["rows"] * settings["length"])
+        said = ", ".join(f"{cell} {head}" for cell, head in zip(cells, JOULES, strict=True))
+        lines.append(f"- when clocks have settled: {power['milliseconds'] / 1e3:.2f} s a step, {said}")
     if gib["peak"]:
         lines.append(
             f"- peak GiB: {gib['peak']:.2f} allocated, {gib['reserved']:.2f} reserved, under a limit of {settings['limit_gib']:g}"

@@ -1,7 +1,8 @@
 """Collectives by pushes beside NCCL's: time alone, and what each costs a matmul that runs at the same time.
 
 NCCL copies by kernels, which take multiprocessors from the matmul; a push copies by copy engines. All ranks of one machine, a
-GPU each. `meshfold bench push --ranks 2` prints a table and writes JSON; without GPUs it runs in small, for trying it out.
+GPU each. `meshfold bench push --ranks 2` prints a table and writes JSON; without GPUs it runs in small, for trying it out. Joules
+and clocks are those of a window of seconds in which the collective and the matmul beside it are repeated.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,17 @@ import torch
 from torch import Tensor
 
 from benchmarks import reports
-from benchmarks.common import RESULTS, check_out, machine, median, synchronize, write
+from benchmarks.common import (
+    RESULTS,
+    Contestant,
+    agree,
+    check_out,
+    energy_windows,
+    machine,
+    median,
+    synchronize,
+    write,
+)
 
 KINDS = ("all_gather", "reduce_scatter")
 WAYS = ("nccl", "push")
@@ -37,6 +49,7 @@ def main(argv: list[str]) -> int:
         "--matmul", default="8192,7168,4096", help="rows, columns and summed dim of the matmul beside it"
     )
     parser.add_argument("--settle-s", type=float, default=3.0, help="seconds of matmuls first: clocks settle")
+    parser.add_argument("--window-s", type=float, default=2.5, help="seconds of each way in which power is sampled")
     parser.add_argument("--out", type=Path, default=RESULTS / "push.json")
     args = parser.parse_args(argv)
     if "RANK" not in os.environ:
@@ -85,6 +98,15 @@ def _measure(args: argparse.Namespace) -> int:
             row = _compare(starts, beside, args, lambda: barrier(group, device))
             row["bytes_a_rank_sends"] = block.numel() * dtype.itemsize * (args.ranks - 1)
             row["agrees"] = _agreement(kind, starts)
+            row["power"] = energy_windows(
+                [Contestant(way, partial(_both, start, beside, 1), warm=True) for way, start in ways_of(starts)],
+                ranks=args.ranks,
+                gpus=args.ranks if world.rank == 0 else 0,
+                window_s=args.window_s,
+                settle_s=0.0,  # they have, before the first case
+                between=lambda: barrier(group, device),
+                agreed=agree(device),
+            )
             found[f"{kind} {mib:g} MiB"] = row
     if world.rank == 0:
         settings = {name: value for name, value in vars(args).items() if name != "out"}
@@ -93,6 +115,11 @@ def _measure(args: argparse.Namespace) -> int:
         print(table(result))
     world.close()
     return 0
+
+
+def ways_of(starts: dict[str, Callable[[], Any]]) -> list[tuple[str, Callable[[], Any] | None]]:
+    """Return what runs beside the matmul, by name: nothing, and each way."""
+    return [("matmul", None), *starts.items()]
 
 
 def _settle(beside: Beside, seconds: float) -> None:
@@ -221,6 +248,8 @@ def table(result: dict[str, Any]) -> str:
         "both, ms",
         "differs by",
     ]
+    sampled = any(case.get("power") for case in result["cases"].values())
+    head += ["J, both; matmul alone", "MHz"] if sampled else []
     rows = []
     for name, case in result["cases"].items():
         times = {key: median(values) for key, values in case["milliseconds"].items()}
@@ -240,9 +269,18 @@ def table(result: dict[str, Any]) -> str:
                     f"{times[f'{way} matmul beside'] / base - 1:+.1%} of {base:.3f} ms",
                     f"{times[f'{way} both']:.3f}",
                     "" if case["agrees"] is None else f"{case['agrees']:.1e}",
+                    *(_energy(case.get("power", {}), way) if sampled else ()),
                 ]
             )
     return "\n".join(reports.table(head, rows))
+
+
+def _energy(power: dict[str, dict[str, float]], way: str) -> tuple[str, str]:
+    """Two cells: the joules of all GPUs in a call, beside and without the collective, and the clock in MHz."""
+    if way not in power or "matmul" not in power:
+        return "–", "–"
+    both, alone = (f"{one['watts'] * one['milliseconds'] / 1e3:.3f}" for one in (power[way], power["matmul"]))
+    return f"{both}; {alone}", f"{power[way]['mhz']:.0f}"
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ import shutil
 import sys
 import tempfile
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that this fil
 import torch
 
 from benchmarks.common import machine, median, synchronize
-from benchmarks.reports import read_bars
+from benchmarks.power import PowerLog
+from benchmarks.reports import joules, mean_power, read_bars
 from meshfold.engine import Engine
 from meshfold.models import build
 
@@ -66,7 +68,12 @@ def main(argv: list[str]) -> int:
     batch = engine.shard_batch(rows)
     shared = args.folder or Path(tempfile.gettempdir()) / "meshfold-bench-saving"
     try:
-        result = measure(engine, batch, shared, window=args.window, rounds=args.rounds)
+        with PowerLog() if engine.mesh.rank == 0 else nullcontext() as log:
+            result, spans = measure(engine, batch, shared, window=args.window, rounds=args.rounds)
+        if log is not None:
+            gpus = engine.mesh.world_size
+            result["power"] = {way: mean_power(log.mean(*span, gpus) for span in spans[way]) for way in WAYS}
+            result["tokens"] = rows.numel() * args.window
     finally:
         engine.close()
         if engine.mesh.rank == 0:
@@ -79,16 +86,19 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def measure(engine: Engine, batch: Any, folder: Path, *, window: int, rounds: int) -> dict[str, Any]:
-    """Seconds of windows of each way, in turns, and what this rank's asynchronous saves say of themselves."""
+def measure(
+    engine: Engine, batch: Any, folder: Path, *, window: int, rounds: int
+) -> tuple[dict[str, Any], dict[str, list[tuple[float, float]]]]:
+    """Seconds of windows of each way, in turns, and what this rank's asynchronous saves say of themselves; when windows were."""
     seconds: dict[str, list[float]] = {way: [] for way in WAYS}
     first: dict[str, list[float]] = {way: [] for way in WAYS}
+    spans: dict[str, list[tuple[float, float]]] = {way: [] for way in WAYS}
     held, copied, whole, nbytes = [], [], [], 0
     for number in range(rounds + 1):  # the first warms up: memory for the copy is taken once
         for way in WAYS:
             engine.train_step(batch)  # each begins as within a run: on a device that was busy just before
             synchronize()
-            begin = time.perf_counter()
+            begin, since = time.perf_counter(), time.time()
             save = engine.save(folder / way, asynchronous=way == "asynchronous") if way != "no save" else None
             returned = time.perf_counter() - begin
             for place in range(window):
@@ -101,6 +111,7 @@ def measure(engine: Engine, batch: Any, folder: Path, *, window: int, rounds: in
                 save.wait()  # so that it does not reach into the next window
             if number:
                 seconds[way].append(spent)
+                spans[way].append((since, since + spent))
                 first[way].append(one)
                 if save is not None:
                     held.append(returned)
@@ -110,7 +121,7 @@ def measure(engine: Engine, batch: Any, folder: Path, *, window: int, rounds: in
     step = median(seconds["no save"]) / window
     windows = {way: median(found) for way, found in seconds.items()}
     cost = {way: windows[way] - windows["no save"] for way in WAYS[1:]}
-    return {
+    result = {
         "window": window,
         "step_seconds": step,
         "window_seconds": windows,
@@ -123,6 +134,7 @@ def measure(engine: Engine, batch: Any, folder: Path, *, window: int, rounds: in
         "share_of_its_step": {way: value / step for way, value in cost.items()},
         "share_of_its_window": {way: value / windows["no save"] for way, value in cost.items()},
     }
+    return result, spans
 
 
 def table(result: dict[str, Any]) -> str:
@@ -141,6 +153,11 @@ def table(result: dict[str, Any]) -> str:
         f"asynchronously: save() returned after {result['held_up_seconds'] * 1e3:,.1f} ms, all was copied after "
         f"{result['copied_seconds'] * 1e3:,.1f} ms"
     )
+    for way, power in result.get("power", {}).items():
+        if power:
+            spent, token, watts, clock = joules(power, result["window_seconds"][way], result["tokens"])
+            what = f"{window} steps" if way == WAYS[0] else f"{window} steps and a save"
+            lines.append(f"{way}: {spent} J in {what}, {token} J a token, {watts} W, {clock} MHz")
     save, one = result["held_up_seconds"], result["first_step_cost_seconds"]
     rest = result["cost_seconds"]["asynchronous"] - save - one
     lines.append(
