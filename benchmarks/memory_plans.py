@@ -47,8 +47,10 @@ def _plan_of(engine: Any, *, retries_before: int) -> dict[str, Any]:
         capture=None if engine.capture is None else asdict(engine.capture),
     )
     if torch.cuda.is_available():
-        statistics = torch.cuda.memory_stats()
+        statistics, (free, total) = torch.cuda.memory_stats(), torch.cuda.mem_get_info()
         found.update(
+            reserved_bytes=torch.cuda.max_memory_reserved(),
+            outside_bytes=total - free - torch.cuda.memory_reserved(),  # CUDA's own, where no other process has the GPU
             retries=_retries(),
             retries_while_timed=_retries() - retries_before,
             out_of_memory=statistics.get("num_ooms", 0),

@@ -23,6 +23,7 @@ from benchmarks import common, decode_report, reports, timed_training
 from benchmarks.decode import errors_of, reason_of
 from benchmarks.exact_forward import in_float32
 from benchmarks.fp8_curve import bias, distances, rounded
+from benchmarks.hugging_face import run as hugging_face
 from benchmarks.power import PowerLog, parse
 from benchmarks.tensor_parallel import report as tensor_parallel_report
 from benchmarks.timed_training import train
@@ -555,6 +556,7 @@ def test_steps_of_optimizers_are_measured_without_a_gpu(tmp_path: Path) -> None:
     assert "| LAMB |" in out.with_suffix(".md").read_text()
     assert main(["bench", "optimizers", "--tiny", "--case", "galore", "--steps", "4", "--out", str(out)]) == 0
     found = json.loads(out.read_text())
+    assert found["power"] == {} and " J a step" not in out.with_suffix(".md").read_text()
     assert found["losses"][-1] < found["losses"][0] and 0 < found["eight_bit_bytes"] < found["state_bytes"]
 
 
@@ -748,6 +750,18 @@ def test_placements_have_joules_where_power_was_sampled(tmp_path: Path, monkeypa
     out.write_text(json.dumps(found))
     assert main(["bench", "zero-placements", "--report", str(out)]) == 0
     assert "MHz" not in out.with_suffix(".md").read_text()
+
+
+def test_a_plan_is_shown_beside_what_was_taken_of_the_gpu() -> None:
+    """Where allocator and CUDA were asked; results from before have the plan alone."""
+    plan = dict(seconds=0.5, gpu_bytes=11 * 2**30, out_of_memory=0)
+    said = "planned 0.5000 s, 11.0 GiB; never ran out of memory"
+    assert hugging_face._expected(plan) == said
+    taken = dict(reserved_bytes=11 * 2**30, outside_bytes=2**29)
+    assert (
+        hugging_face._expected(plan | taken)
+        == f"{said}; 11.5 GiB of the GPU taken: 11.0 by the allocator, 0.50 by CUDA"
+    )
 
 
 def test_no_number_stands_on_the_stroke_of_its_limit() -> None:

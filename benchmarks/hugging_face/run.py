@@ -216,7 +216,13 @@ def _expected(plan: dict[str, Any]) -> str:
     ran_out = f"ran out of memory {short} times" if short else "never ran out of memory"
     if retries := plan.get("retries_while_timed"):
         ran_out += f", and the allocator released its cache {retries} times in the timed steps"
-    return f"planned {plan['seconds']:.4f} s, {plan['gpu_bytes'] / 2**30:.1f} GiB; {ran_out}"
+    held = ""
+    if "reserved_bytes" in plan:  # what a limit is for
+        reserved, outside = (plan[f"{name}_bytes"] / 2**30 for name in ("reserved", "outside"))
+        held = (
+            f"; {reserved + outside:.1f} GiB of the GPU taken: {reserved:.1f} by the allocator, {outside:.2f} by CUDA"
+        )
+    return f"planned {plan['seconds']:.4f} s, {plan['gpu_bytes'] / 2**30:.1f} GiB; {ran_out}{held}"
 
 
 def _seconds(runs: Sequence[dict[str, Any]]) -> float | None:
