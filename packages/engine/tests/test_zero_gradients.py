@@ -158,6 +158,8 @@ def test_the_arena_has_what_the_plan_says() -> None:
 
 
 def half_a_step(folder: str, when: str) -> None:
+    from torch._dynamo import eval_frame  # the engine, which watches the second step, then tells the compiler
+
     engine = engine_of(zero=dict(stage=3, placement="cpu" if when == "host" else "auto", gpu_memory_limit=64 * MiB))
     train(engine, 1)
     engine.save(f"{folder}/ckpt")
@@ -183,6 +185,7 @@ def half_a_step(folder: str, when: str) -> None:
         with pytest.raises(MeshfoldError, match=r"cannot continue.*resume\s+from the last checkpoint"):
             attempt()
     engine.close()
+    assert eval_frame._stance.stance == "default"
     with engine_of(zero=dict(stage=3)) as again:
         again.load(f"{folder}/ckpt")
         assert all(torch.equal(value, again.full_state_dict()[name]) for name, value in wanted.items())

@@ -144,6 +144,10 @@ class Residency:
         if self.phase is not Phase.OFF:
             self._to(Phase.OFF)
 
+    def close(self) -> None:
+        """Watch no more: a step that failed may have left it on, and compiled code of the whole process eager."""
+        self._watcher.stop()
+
     def begin(self) -> None:
         """Prepare for a forward whose backward will follow."""
         self._watcher.stop()

@@ -154,6 +154,7 @@ class ZeroStates:
                 blocks=blocks,
                 recomputes=recomputes,
             )
+            opened.callback(self.residency.close)
             self._names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
             self._sources = ChunkSources(self.gemini, world, self._names, names or {})
             self.trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
