@@ -18,6 +18,7 @@ import argparse
 import os
 import re
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -39,6 +40,7 @@ from benchmarks.decode_report import FORMS, GPT_FAST, JUDGED, OURS, PEER, report
 from benchmarks.exact_forward import in_float32, logprobs_of
 from benchmarks.kernel_times import kernels_after, kernels_of, lines_of
 from benchmarks.measuring import PhaseClock, measure
+from meshfold.kernels import tried_graphs
 
 TINY = dict(
     vocabulary=256,
@@ -232,6 +234,10 @@ def profile(contestants: Sequence[Contestant], options: argparse.Namespace, say:
     Args:
         say: gets the lines; all ranks run.
     """
+    say(
+        "\n".join(tried_graphs())
+        or "no other graphs of a token were tried: GPUs before Hopper, or no kernels of few rows"
+    )
     for each in contestants:
         if each.step is None:
             continue
@@ -239,12 +245,29 @@ def profile(contestants: Sequence[Contestant], options: argparse.Namespace, say:
         step: Any = each.step
         new = min(options.new, PROFILED) if first else options.new
         found = kernels_after(kernels_of(partial(step, new) if first else step), first, max(new - bool(first), 1))
-        times = [f"{sum(ms for *_, ms in kernels):.4f} ms" for kernels in (found, first)]
+        spent = [sum(ms for *_, ms in kernels) for kernels in (found, first)]
+        times = [f"{ms:.4f} ms" for ms in spent]
         say(f"{each.name}: {times[0]} and {sum(calls for _, calls, _ in found):.0f} kernels a token")
+        if first:
+            token = ms_after(each.parts["prefill"], step, options.new)
+            between = token - spent[0]  # below 0 where kernels overlap
+            say(f"{each.name}: {token:.4f} ms a token unprofiled, {between:.4f} ms of it between kernels")
         say("\n".join(lines_of(found, 40)))
         say(f"{each.name}: {times[1]} of kernels in the prefill")
         say("\n".join(lines_of(first, 20)))
         clock.ended(f"{each.name}: profile")
+
+
+def ms_after(prefill: Callable[[], object], step: Callable[[], object], new: int) -> float:
+    """Return the milliseconds of a token after the prefill, the fastest of three texts of ``new`` tokens."""
+
+    def seconds(run: Callable[[], object]) -> float:
+        begun = time.perf_counter()
+        run()  # hands out its tokens, so the GPU has ended
+        return time.perf_counter() - begun
+
+    whole, first = (min(seconds(run) for _ in range(3)) for run in (step, prefill))
+    return (whole - first) / max(new - 1, 1) * 1e3
 
 
 def ours(name: str, model: Any, options: argparse.Namespace, plain: bool = False, **settings: Any) -> Contestant:

@@ -175,6 +175,17 @@ def test_weights_are_fetched_ahead_where_that_is_faster(
     assert len(asked) == (4 + 3 if taken else 0)  # by the tokens after the first
 
 
+def test_what_was_tried_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    for early_ms, verdict in ((0.5, "taken"), (2.0, "left")):
+        token_graphs._tried.clear()
+        generated(monkeypatch, lambda batch: None, early_ms, bool)
+        first, last = token_graphs.tried_graphs()
+        assert first == (
+            f"a graph whose kernels begin early: {early_ms:.4f} ms a token, 1.0000 ms by the best before: {verdict}"
+        )
+        assert last.startswith("no graph whose kernels fetch weights ahead")
+
+
 def test_only_gpus_from_hopper_on_try(monkeypatch: pytest.MonkeyPatch) -> None:
     assert measured.agreement(None, None, 1, CPU) is None
     row_kernels: Any = types.SimpleNamespace(ranks=1)

@@ -226,6 +226,8 @@ def test_a_model_without_pages_gives_the_same_texts() -> None:
 
 def test_requests_are_checked() -> None:
     generator = Generator(own("gpt"), tokens=64, page_size=8, most_rows=2)
+    with pytest.raises(SpecError, match=rf"has {LONGEST} positions; write a shorter prompt"):
+        generator.submit([1] * (LONGEST + 1), Sampling(max_new_tokens=1))
     with pytest.raises(SpecError, match=rf"has {LONGEST} positions; write max_new_tokens={LONGEST - 9}"):
         generator.submit(range(10), Sampling(max_new_tokens=LONGEST))
     with pytest.raises(SpecError, match=r"decode=tokenizer\.decode"):

@@ -323,7 +323,7 @@ def taken(batch: Mapping[str, Tensor], rows: Tensor) -> dict[str, Tensor]:
 def _check_settings(kind: str, group: int, batch_size: int, updates: int, beta: float, *, unbiased_kl: bool) -> None:
     """Refuse settings out of range, or that contradict each other; they are those of :class:`GRPO`."""
     if kind not in GRPO_KINDS:
-        raise SpecError(f"kind={kind!r}: use {', '.join(map(repr, GRPO_KINDS))}{did_you_mean(kind, GRPO_KINDS)}")
+        raise SpecError(f"kind={kind!r}: use {', '.join(map(repr, GRPO_KINDS))}.{did_you_mean(kind, GRPO_KINDS)}")
     if group < 2:
         raise SpecError(f"group={group}: completions of a prompt are compared with each other, so 2 or more")
     if unbiased_kl and kind == "rloo":

@@ -194,9 +194,10 @@ class Generator:
         sampling = Sampling() if sampling is None else sampling
         ids = ids_of(prompt)
         if self.longest is not None and len(ids) + sampling.max_new_tokens - 1 > self.longest:
+            room = f"max_new_tokens={self.longest + 1 - len(ids)} or " if len(ids) <= self.longest else ""
             raise SpecError(
                 f"a prompt of {len(ids)} tokens with max_new_tokens={sampling.max_new_tokens}: the model has {self.longest} "
-                f"positions; write max_new_tokens={max(self.longest + 1 - len(ids), 1)} or a shorter prompt"
+                f"positions; write {room}a shorter prompt"
             )
         if sampling.stop and self._decode is None:
             raise SpecError(f"stop={sampling.stop!r} needs text: give Generator(..., decode=tokenizer.decode)")

@@ -144,7 +144,7 @@ from meshfold.kernels.tensor_lists import (
     lamb_moment_lists,
     lion_lists,
 )
-from meshfold.kernels.token_graphs import TokenGraphs
+from meshfold.kernels.token_graphs import TokenGraphs, tried_graphs
 from meshfold.kernels.token_rows import sum_rows, take_rows, take_weighted_rows
 from meshfold.kernels.weights_ahead import WeightsAhead
 from meshfold.kernels.word_choice import choose_words, log_exponential, merge_words, word_parts
@@ -298,6 +298,7 @@ __all__ = [
     "take_weighted_rows",
     "to_codes",
     "to_fp8",
+    "tried_graphs",
     "two_a_byte",
     "unpack_nf4",
     "use",

@@ -6,6 +6,7 @@ A plain graph is compared with one whose kernels begin early, and with such as f
 from __future__ import annotations
 
 import warnings
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -19,6 +20,12 @@ from meshfold.kernels.weights_ahead import WeightsAhead
 _TRIES = 3
 _TOKENS = 4
 """In a row, for a time: ranks that share a model begin a single one at different moments."""
+_tried: deque[str] = deque(maxlen=64)
+
+
+def tried_graphs() -> list[str]:
+    """Return a line about each of the newest graphs that were tried in this process, with their times."""
+    return list(_tried)
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,7 +56,10 @@ class TokenGraphs:
         with ahead.token():  # records its products
             self.advance()
         for early in (False, True) if ahead.fetches else ():
-            best = self._faster(best, lambda early=early: self._made(ahead, early=early), "fetch weights ahead")  # type: ignore[misc]
+            what = "fetch weights ahead" + " and begin early" * early
+            best = self._faster(best, lambda early=early: self._made(ahead, early=early), what)  # type: ignore[misc]
+        if not ahead.fetches:
+            _tried.append("no graph whose kernels fetch weights ahead: no kernel of this token has weights to fetch")
         return best
 
     @staticmethod
@@ -96,6 +106,7 @@ class TokenGraphs:
             reason = (str(problem) or type(problem).__name__).strip().split("\n")[0]
         if not self.agree(other is not None) or other is None:
             warnings.warn(f"kernels of a token do not {what}, which is slower: {reason or 'on a rank'}", stacklevel=5)
+            _tried.append(f"a graph whose kernels {what}: none, {reason or 'because of another rank'}")
             return graph
         times, found = [float("inf")] * 2, [self.ids] * 2
         for _ in range(_TRIES):
@@ -109,7 +120,12 @@ class TokenGraphs:
         same = torch.equal(*found)
         if not same:
             warnings.warn(f"kernels of a token that {what} choose other words; they are not taken", stacklevel=5)
-        return other if self.agree(same and times[1] < times[0]) else graph
+        taken = self.agree(same and times[1] < times[0])
+        verdict = "taken" if taken else "left" if same else "left: it chooses other words"
+        _tried.append(
+            f"a graph whose kernels {what}: {times[1]:.4f} ms a token, {times[0]:.4f} ms by the best before: {verdict}"
+        )
+        return other if taken else graph
 
 
 def gpu_ms(run: Callable[[], None], restore: Callable[[], None]) -> float:
