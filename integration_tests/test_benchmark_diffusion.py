@@ -67,8 +67,12 @@ def test_verdicts() -> None:
     capped = case_of("sd2-11", {"ours": run(0.15, peak=10.5)})
     assert "- trains under 11 GiB: 10.50: met" in "\n".join(of_case("sd2-11", capped))
     assert of_limits({"sd2": free, "sd2-11": capped}) == [
-        "- speed under 11 GiB by that without a limit: 0.667 (bar 0.8): **not met**"
+        "- speed under 11 GiB by that without a limit, Adam's moments in 32 bits (ours): 0.667 (bar 0.8): **not met**"
     ]
+    both = case_of("sd2-11", {"ours": run(0.15), "ours, regime C, compiled, captured": run(0.12)})
+    exact, fewer = of_limits({"sd2": free, "sd2-11": both})  # moments of fewer bits have a verdict of their own
+    assert "in 32 bits (ours): 0.667" in exact
+    assert "in 16 or 8 bits (ours, regime C, compiled, captured): 0.833 (bar 0.8): met" in fewer
     failed = case_of("sd2-5.6", {"ours": dict(error="out of memory")})
     assert "| ours | – | – | – | – | – | – | – | – | out of memory |" in "\n".join(of_case("sd2-5.6", failed))
 
