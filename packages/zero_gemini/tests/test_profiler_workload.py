@@ -147,8 +147,8 @@ def test_a_gradient_waits_for_those_that_are_reduced_before_it() -> None:
     """All ranks reduce chunks from the model's last to its first, in whatever order backward reaches them."""
     seen = trace("a", "b", "c")  # backward: c, b, a in 3, 4, 5
 
-    def reduced(**places: int) -> dict[str, int | None]:
-        chunks = [replace(use(unit, **{unit: 1000}), place=place) for unit, place in places.items()]
+    def reduced(ranks: int = 2, **places: int) -> dict[str, int | None]:
+        chunks = [replace(use(unit, ranks=ranks, **{unit: 1000}), place=place) for unit, place in places.items()]
         return {chunk.name: chunk.reduced_in for chunk in work(seen, *chunks).chunks}
 
     assert reduced(a=0, b=1, c=2) == {"a": 5, "b": 4, "c": 3}
@@ -156,12 +156,14 @@ def test_a_gradient_waits_for_those_that_are_reduced_before_it() -> None:
     assert reduced(b=0, c=1, a=2) == {"a": 5, "b": 5, "c": 5}
     assert reduced(a=0, c=1, b=2) == {"a": 5, "b": 4, "c": 4}
     assert reduced(a=0, b=1, c=2, gone=3) == {"a": 5, "b": 5, "c": 5, "gone": 5}  # no backward reaches a unit of that
-    found = work(seen, *(replace(use(unit, **{unit: 1000}), place=-i) for i, unit in enumerate("abc")))
+    found = work(seen, *(replace(use(unit, ranks=2, **{unit: 1000}), place=-i) for i, unit in enumerate("abc")))
     assert [row.tolist() for row in gpu_kinds(found)["gradients"][:, 1]] == [
-        [0, 0, 0, 0, 0, 2000],
-        [0, 0, 0, 0, 2000, 2000],
-        [0, 0, 0, 2000, 2000, 2000],
+        [0, 0, 0, 0, 0, 4000],
+        [0, 0, 0, 0, 4000, 4000],
+        [0, 0, 0, 4000, 4000, 4000],
     ]
+    assert reduced(ranks=1, c=0, b=1, a=2) == {"a": 5, "b": 4, "c": 3}  # one rank has none to agree with
+    assert reduced(ranks=1, a=0, b=1, c=2, gone=3) == {"a": 5, "b": 4, "c": 3, "gone": 5}
     with pytest.raises(SpecError, match=r"reduced_in=3 is before the end of \(5, 5\)"):
         replace(found.chunks[0], reduced_in=3)
 

@@ -47,8 +47,8 @@ class ChunkUse:
     channel: str = ""
     """the group whose push channel carries it; empty: the process group does"""
     place: int | None = None
-    """position of its first parameter in the model: gradients are reduced from the last chunk to the first; None: each once it is
-    complete"""
+    """position of its first parameter in the model: gradients that ranks share are reduced from the last chunk to the first; None:
+    each once it is complete"""
 
 
 def workload_of(
@@ -254,7 +254,8 @@ def _reduced_in(
     timesteps: Sequence[TracedTimestep],
     half: int,
 ) -> dict[str, int]:
-    """Return the timestep in which each chunk's reduction can begin: once its gradient and all before in the order are complete.
+    """Return the timestep in which each chunk's reduction can begin: once its gradient is complete, and if ranks share it, all
+    before it in the order.
 
     The gradient of a chunk with a unit that no backward reached is complete at the end.
     """
@@ -263,8 +264,9 @@ def _reduced_in(
     found, latest = {}, 0
     for _, chunk in sorted(ordered, key=lambda pair: -pair[0]):
         own = backwards[chunk.name][-1][1] if reached.issuperset(chunk.units) else len(timesteps) - 1
-        latest = max(latest, own)
-        found[chunk.name] = latest
+        if chunk.elems < chunk.gathered_elems:
+            own = latest = max(latest, own)
+        found[chunk.name] = own
     return found
 
 

@@ -1,7 +1,7 @@
 """Gradients of all chunks: collected from autograd, reduced in order, measured, passed to the optimizer.
 
-Backward reaches the last chunk first. Chunks are reduced in that order on every rank, even if gradients arrive in another
-order: a chunk that is complete early waits for those after it in the model.
+Backward reaches the last chunk first. Chunks that ranks share are reduced in that order on every rank, even if gradients arrive in
+another order: a chunk that is complete early waits for those after it in the model. A chunk of one rank waits for none.
 """
 
 from __future__ import annotations
@@ -69,8 +69,11 @@ class GradientFlow:
         # In the order of their reduction. Chunks are made kind by kind (of dtype, of experts): reduced in that order, the head's
         # gradient would stay whole until that of the first layer's experts has come.
         firsts = {chunk: min(order[name] for name in chunk.spec.names) for chunk in gradients}
-        self._waiting = [gradients[chunk] for chunk in sorted(gradients, key=firsts.__getitem__, reverse=True)]
-        self._next = 0  # number already reduced in this backward
+        self._all = [gradients[chunk] for chunk in sorted(gradients, key=firsts.__getitem__, reverse=True)]
+        self._shared = [gradient for gradient in self._all if gradient.chunk.group.size > 1]
+        self._next = 0  # number of shared ones already reduced in this backward
+        self._full: dict[ChunkGradient, None] = {}  # of one rank, with all of their gradients, not reduced yet
+        self._reduced: set[ChunkGradient] = set()  # in this backward
         # Pending reductions, each with the number of units entered before it.
         self._under_way: deque[tuple[int, ChunkGradient]] = deque()
         sizes = (chunk.spec.size_elems * gradient.dtype.itemsize for chunk, gradient in gradients.items())
@@ -96,10 +99,10 @@ class GradientFlow:
         """Prepare for a backward. A final one steps chunks if the optimizer can do early steps."""
         self._came = False
         self.kind = "last" if kind == "final" and self._early is None else kind
-        for gradient in self._waiting:
+        for gradient in self._all:
             gradient.expect(self.kind)
         if self.kind == "final" and self._early is not None:
-            self._early.begin(self._waiting)
+            self._early.begin(self._all)
         elif (speculative := self._speculating) is not None:
             speculative.begin()
 
@@ -132,6 +135,8 @@ class GradientFlow:
                     me._noted_bytes += noted_bytes
                     if me._noted_bytes > _MOST_NOTED_BYTES:
                         me._copy_noted()
+                if gradient.chunk.group.size == 1 and gradient.is_full and gradient not in me._reduced:
+                    me._full[gradient] = None
                 me._reduce_ready()
 
         return arrive
@@ -143,8 +148,11 @@ class GradientFlow:
         self._noted_bytes = 0
 
     def _reduce_ready(self) -> None:
-        while self._next < len(self._waiting) and self._is_ready(self._waiting[self._next]):
-            self._reduce(self._waiting[self._next])
+        for gradient in [each for each in self._full if self._is_ready(each)]:
+            del self._full[gradient]
+            self._reduce(gradient)
+        while self._next < len(self._shared) and self._is_ready(self._shared[self._next]):
+            self._reduce(self._shared[self._next])
             self._next += 1
 
     def _is_ready(self, gradient: ChunkGradient) -> bool:
@@ -156,6 +164,7 @@ class GradientFlow:
         unsure = gradient in self._in_parts or self._calls.is_unsure(gradient.chunk)
         if not gradient.is_full:  # the end of a backward, perhaps of a nested one
             unsure |= not self._calls.is_over(gradient.chunk)
+        self._reduced.add(gradient)
         gradient.reduce(self.kind, unsure=unsure)
         self._under_way.append((self._runtime.place, gradient))
         while self._under_way and self._ends(*self._under_way[0]):
@@ -208,8 +217,8 @@ class GradientFlow:
 
     def _ended(self) -> None:
         self._copy_noted()
-        late = [gradient for gradient in self._waiting[: self._next] if gradient.has_late_parts]
-        for gradient in [*self._waiting[self._next :], *late]:
+        late = [gradient for gradient in self._all if gradient in self._reduced and gradient.has_late_parts]
+        for gradient in [*(each for each in self._all if each not in self._reduced), *late]:
             self._reduce(gradient)
         if self.kind == "final" or self._speculating is not None:
             while self._under_way:
@@ -235,6 +244,8 @@ class GradientFlow:
         self._in_parts.clear()
         self._noted.clear()
         self._noted_bytes = 0
+        self._full.clear()
+        self._reduced.clear()
         self._next, self._in_backward = 0, False
 
     # -- afterwards ---------------------------------------------------------------------------------------------
@@ -245,7 +256,7 @@ class GradientFlow:
         Only two are on the device at a time: their inputs are gradients of whole chunks, which may come from the host.
         """
         under_way: deque[ChunkGradient] = deque()
-        for gradient in self._waiting:
+        for gradient in self._all:
             gradient.reduce("last")
             gradient.begin()
             under_way.append(gradient)
@@ -264,7 +275,7 @@ class GradientFlow:
     def complete(self) -> None:
         """Complete all gradients after the backward; after a final one, complete or queue all steps."""
         if self._early is not None and self.steps_early:
-            self._early.finish(self._waiting)
+            self._early.finish(self._all)
         else:
             self.shards()
 
