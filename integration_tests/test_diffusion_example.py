@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -245,3 +246,26 @@ def test_stable_diffusion_is_tuned_from_folder_to_folder(options: list[str], war
     )
     moved = [not torch.equal(p, q) for p, q in zip(before.parameters(), after.parameters(), strict=True)]
     assert sum(moved) > len(moved) // 2
+
+
+def test_folders_that_cannot_be_tuned_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before a model is read; they were numpy's, diffusers' and the file system's tracebacks."""
+    images = tmp_path / "images"
+
+    def refused() -> str:
+        monkeypatch.setattr(sys, "argv", ["fine_tune.py", str(tmp_path / "there"), str(images), str(tmp_path / "out")])
+        with pytest.raises(SystemExit):
+            runpy.run_path(str(FOLDER / "fine_tune.py"))
+        return capsys.readouterr().err
+
+    assert "images has no .png file: give a folder of images with captions" in refused()
+    images.mkdir()
+    (images / "a.png").touch()
+    (images / "b.png").touch()
+    (images / "b.txt").write_text("a fig")
+    assert "no caption for a.png (1 of 2): write x.txt" in refused()
+    (images / "a.txt").write_text("a cab")
+    (tmp_path / "there" / "unet").mkdir(parents=True)
+    assert "there lacks vae, text_encoder, tokenizer, scheduler: give a local folder" in refused()

@@ -20,6 +20,7 @@ from process import Process, WeightedSquares
 
 from meshfold.engine import Engine, averaged_state_dict
 
+PARTS = ("unet", "vae", "text_encoder", "tokenizer", "scheduler")
 arguments = argparse.ArgumentParser()
 for name in ("folder", "images", "out"):
     arguments.add_argument(name, type=Path)
@@ -29,18 +30,24 @@ arguments.add_argument("--rows", type=int, default=4, help="of the global batch"
 arguments.add_argument("--lora", type=int, default=0, help="rank of adapters; 0: train all weights")
 asked = arguments.parse_args()
 
+files = sorted(asked.images.glob("*.png"))
+if not files:
+    arguments.error(f"{asked.images} has no .png file: give a folder of images with captions, x.png and x.txt")
+if alone := [file.name for file in files if not file.with_suffix(".txt").is_file()]:
+    arguments.error(f"{asked.images}: no caption for {', '.join(alone[:3])} ({len(alone)} of {len(files)}): write x.txt")
+if gone := [name for name in PARTS if not (asked.folder / name).is_dir()]:
+    arguments.error(f"{asked.folder} lacks {', '.join(gone)}: give a local folder of diffusers' StableDiffusionPipeline")
 unet = diffusers.UNet2DConditionModel.from_pretrained(asked.folder / "unet")
 vae = diffusers.AutoencoderKL.from_pretrained(asked.folder / "vae").eval().requires_grad_(False)
 text_encoder = transformers.CLIPTextModel.from_pretrained(asked.folder / "text_encoder").eval().requires_grad_(False)
 tokenizer = transformers.CLIPTokenizer.from_pretrained(asked.folder / "tokenizer")
 noising = json.loads((asked.folder / "scheduler" / "scheduler_config.json").read_text())
 kinds = dict(epsilon="epsilon", v_prediction="v", sample="x0")
-process = Process(prediction=kinds[noising["prediction_type"]], schedule="scaled_linear", min_snr=5.0)
+process = Process(prediction=kinds[noising.get("prediction_type", "epsilon")], schedule="scaled_linear", min_snr=5.0)
 if asked.lora:
     unet.requires_grad_(False)
     unet.add_adapter(LoraConfig(r=asked.lora, target_modules=["to_q", "to_k", "to_v", "to_out.0"]))
 
-files = sorted(asked.images.glob("*.png"))
 size = vae.config.sample_size
 pixels = [numpy.asarray(Image.open(file).convert("RGB").resize((size, size))) for file in files]
 images = torch.from_numpy(numpy.stack(pixels)).permute(0, 3, 1, 2).float() / 127.5 - 1

@@ -53,7 +53,7 @@ SIZES = {
 arguments = argparse.ArgumentParser()
 arguments.add_argument("out", type=Path)
 arguments.add_argument("--model", choices=SIZES, default="dit")
-arguments.add_argument("--prediction", default="v", help="epsilon, v, x0 or flow")
+arguments.add_argument("--prediction", choices=("epsilon", "v", "x0", "flow"), default="v", help="of the model")
 arguments.add_argument("--parallel", type=json.loads, default=dict(data=2), help="as in '{\"tensor\": 2}'")
 arguments.add_argument("--steps", type=int, default=2000)
 arguments.add_argument("--rows", type=int, default=32, help="of the global batch")
@@ -87,7 +87,7 @@ with Engine(model, asked.parallel, optimizer=adamw, loss_fn=WeightedSquares()) a
         made = process.batch(images, step)
         batch = called_with(made.pop("noisy"), made.pop("timestep"), classes)
         loss = engine.train_step(engine.shard_batch({**batch, **made}))
-        if step % max(1, asked.steps // 4) == 0:
+        if step % max(1, asked.steps // 10) == 0:
             engine.print(f"step {step}  loss {loss:.4f}")
     asked.out.mkdir(exist_ok=True, parents=True)
     wanted = torch.arange(16) % len(CLASSES)
