@@ -34,9 +34,13 @@ files = sorted(asked.images.glob("*.png"))
 if not files:
     arguments.error(f"{asked.images} has no .png file: give a folder of images with captions, x.png and x.txt")
 if alone := [file.name for file in files if not file.with_suffix(".txt").is_file()]:
-    arguments.error(f"{asked.images}: no caption for {', '.join(alone[:3])} ({len(alone)} of {len(files)}): write x.txt")
+    arguments.error(
+        f"{asked.images}: no caption for {', '.join(alone[:3])} ({len(alone)} of {len(files)}): write x.txt"
+    )
 if gone := [name for name in PARTS if not (asked.folder / name).is_dir()]:
-    arguments.error(f"{asked.folder} lacks {', '.join(gone)}: give a local folder of diffusers' StableDiffusionPipeline")
+    arguments.error(
+        f"{asked.folder} lacks {', '.join(gone)}: give a local folder of diffusers' StableDiffusionPipeline"
+    )
 unet = diffusers.UNet2DConditionModel.from_pretrained(asked.folder / "unet")
 vae = diffusers.AutoencoderKL.from_pretrained(asked.folder / "vae").eval().requires_grad_(False)
 text_encoder = transformers.CLIPTextModel.from_pretrained(asked.folder / "text_encoder").eval().requires_grad_(False)
