@@ -21,7 +21,17 @@ from meshfold.models import GPT, GPTConfig, Llama, LlamaConfig, MoELlamaConfig
 from meshfold.planner import MACHINES, Machine, Suggestion, fits, step_speed, suggest
 from meshfold.planner.efficiency import Launches
 from meshfold.planner.machines import leaves_node, ranks_of_a_node
-from meshfold.planner.suggestions import Candidate, Clock, Family, candidates, families, outlook_of, plan_of
+from meshfold.planner.suggestions import (
+    Candidate,
+    Clock,
+    Family,
+    Option,
+    candidates,
+    families,
+    outlook_of,
+    plan_of,
+    search,
+)
 from meshfold.planner.suggestions.profile import Profile
 from meshfold.planner.suggestions.profiler import Profiler
 
@@ -121,6 +131,21 @@ def test_an_outlook_is_what_the_whole_plan_says(
     assert outlook.memory == pytest.approx(found.memory.total, rel=0.1)
 
 
+@pytest.mark.parametrize("microbatches", [4, 16])
+def test_gradients_on_the_host_travel_with_every_microbatch(microbatches: int) -> None:
+    """A pipeline whose state does not fit was taken to copy it once a step: seven times too fast with 16 micro-batches."""
+    pipeline = dict(size=2, schedule="1f1b", microbatches=microbatches)
+    spec = ParallelSpec.parse(dict(pipeline=pipeline, zero=dict(stage=3)))
+    candidate = Candidate(family=Family(spec=replace(spec, zero=None)), spec=spec)
+    profile = profiled("dict()")[1]
+    roomy = outlook_of(clock(machine(), 16), candidate, profile, simulate=True)
+    on = machine((roomy.memory - 0.5 * roomy.state) / GIB)
+    outlook = outlook_of(clock(on, 16), candidate, profile, simulate=True)
+    found = plan_of(candidate, small, on, precision="bf16", batch_size=16, seq_len=512)
+    assert fits(found, on) and found.memory.host > 0
+    assert outlook.seconds == pytest.approx(step_speed(found, on, "bf16").seconds, rel=0.3)
+
+
 def test_weights_that_travel_take_as_long_for_any_rows() -> None:
     """A 2D grid of four pads a batch of four sequences to two: a micro-step of two rows alone would not tell weights apart."""
     block = profiled("dict(tensor=dict(mode='2d', size=4))")[1].block
@@ -187,6 +212,23 @@ def test_few_traces_and_plans() -> None:
 def test_a_deeper_model_takes_no_more_traces() -> None:
     deep = replace(CONFIG, layers=24)
     assert suggested(build=lambda: Llama(deep)).traces <= for_two().traces
+
+
+def test_a_plan_far_above_its_outlook_is_not_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Families that waited for the outlook are looked at, beyond the number of plans, if they are expected to be far faster."""
+    first = for_two().best
+    make = search.option_of
+
+    def slowed(candidate: Candidate, *args: Any) -> Option:
+        made = make(candidate, *args)
+        if candidate.family.spec.to_dict() != first.candidate.family.spec.to_dict():
+            return made
+        return replace(made, speed=replace(made.speed, seconds=4.0 * made.speed.seconds))
+
+    monkeypatch.setattr(search, "option_of", slowed)
+    found = suggested(plans=1)
+    assert found.best.candidate.family.spec.to_dict() != first.candidate.family.spec.to_dict()
+    assert found.best.speed.seconds < 2.0 * first.speed.seconds
 
 
 def test_suggestions_fit_and_the_first_is_fastest() -> None:

@@ -26,14 +26,14 @@ class Findings:
         refused: what the engine refuses, and what cannot fit.
         nearest: the best outlook of each traced family that should fit.
         expected: the best outlook of each family's likely profile.
-        unopened: families that were not traced, with a lower bound on their seconds.
+        unopened: families that were not traced, with a lower bound on their seconds and their kind of node of the queue.
     """
 
     planned: list[Option] = field(default_factory=list)
     refused: dict[str, Rejected] = field(default_factory=dict)
     nearest: dict[str, tuple[Candidate, Outlook]] = field(default_factory=dict)
     expected: dict[str, tuple[Candidate, Outlook]] = field(default_factory=dict)
-    unopened: list[tuple[float, Family]] = field(default_factory=list)
+    unopened: list[tuple[float, int, Family]] = field(default_factory=list)
     _took: dict[Any, float] = field(default_factory=dict)  # ratio of traced to likely seconds, by kind of split
     _ratios: dict[Any, tuple[float, float]] = field(default_factory=dict)
 
@@ -120,7 +120,7 @@ class Findings:
                         why=what_costs(outlook, best),
                     )
                 )
-        for seconds, family in (*self.unopened, *waiting):
+        for seconds, family in (*((seconds, family) for seconds, _, family in self.unopened), *waiting):
             known = self.expected.get(str(family.spec.to_dict()))
             why = "its operators and messages alone take as long" if known is None else what_costs(known[1], best)
             found.append(Rejected(family=family, seconds=seconds, candidate=None, outlook=None, why=why))

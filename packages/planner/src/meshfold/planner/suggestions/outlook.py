@@ -16,6 +16,7 @@ from meshfold.planner.clock import Phases, optimizer_seconds
 from meshfold.planner.collected_gradients import copy_seconds, moved_bytes
 from meshfold.planner.estimates import Memory
 from meshfold.planner.step_bytes import workspace_bytes
+from meshfold.planner.suggestions.host_loads import HostLoads
 from meshfold.planner.suggestions.layouts import Candidate
 from meshfold.planner.suggestions.part_clock import Clock
 from meshfold.planner.suggestions.profile import Message, Part, Profile
@@ -140,11 +141,14 @@ class _Reckoning:
         if self.zero is None:
             seconds = max(max(busy, hidden - late) + exposed + late + optimizer, host)
         else:
-            offload = self._offload(memory, busy)
-            chunks = self._with_chunks(forward.apart, backward.apart, optimizer, held)
-            busiest = max(busy, hidden, chunks) if self.stages > 1 else chunks
-            seconds = max(busiest + exposed + late, compute, host)
-            seconds += offload
+            loads = self._host_loads(memory, held)
+            alone, chunks = (
+                self._with_chunks(forward.apart, backward.apart, optimizer, held, beside)
+                for beside in (HostLoads(), loads)
+            )
+            beside_stages = max(busy, hidden) if self.stages > 1 else 0.0
+            offload = max(0.0, max(beside_stages, chunks) - max(beside_stages, alone))
+            seconds = max(max(beside_stages, chunks) + exposed + late, compute, host)
         return Outlook(
             seconds=seconds,
             compute=compute,
@@ -274,15 +278,17 @@ class _Reckoning:
         rate, share = self.machine.link_rate(self.axes, self.outer), (self.ranks - 1) / self.ranks
         return share * held.parameters / rate, share * self.bytes.elements(held) * self.bytes.regime.gradient / rate
 
-    def _with_chunks(self, forward: float, backward: float, optimizer: float, held: Memory) -> float:
-        """Return the seconds of a step under ``zero`` as its plan has them: each phase takes its compute or its collectives.
+    def _with_chunks(self, forward: float, backward: float, optimizer: float, held: Memory, beside: HostLoads) -> float:
+        """Return the seconds of a step under ``zero`` as its plan has them: compute, collectives or the host take each phase.
 
         Args:
             forward: seconds of a micro-step's.
             backward: the same.
             optimizer: of its step.
             held: by the rank.
+            beside: the host.
         """
+        optimizer *= 1.0 - beside.stepped
         gather, reduction = self._collectives(held)
         later_gather, again = (gather, gather) if self.zero is not None and self.zero.stage == 3 else (0.0, 0.0)
         later_sum = 0.0 if self._sums_once else reduction
@@ -293,10 +299,11 @@ class _Reckoning:
             parts = (forward, backward + optimizer)
         first, second = parts
         if second:
-            seconds = max(first, gather) + max(second, again + reduction)
+            seconds = max(first, gather, beside.first) + max(second, again + reduction, beside.last)
         else:
-            seconds = max(first, gather + again + reduction)
-        return seconds + (self.micro - 1) * (max(forward, later_gather) + max(backward, again + later_sum))
+            seconds = max(first, gather + again + reduction, beside.first + beside.last)
+        later = max(forward, later_gather, beside.forward) + max(backward, again + later_sum, beside.backward)
+        return seconds + (self.micro - 1) * later
 
     def _pipelined(
         self, ahead: tuple[Seconds, Seconds], back: tuple[Seconds, Seconds], *, simulate: bool
@@ -359,10 +366,14 @@ class _Reckoning:
         elements = self.bytes.elements(held) / self.ranks
         return elements * self.bytes.regime.step / (self.machine.efficiency.optimizer * self.machine.memory_rate)
 
-    def _offload(self, memory: float, busy: float) -> float:
-        """Return the seconds of copies of state that does not fit, beyond what compute hides."""
-        over = memory - self.machine.memory
-        if over <= 0:
-            return 0.0
-        moved = 2 * over / self.machine.host.both * self.candidate.accumulate
-        return max(0.0, moved - busy)
+    def _host_loads(self, memory: float, held: Memory) -> HostLoads:
+        """Return the seconds of copies and steps of state that does not fit."""
+        return HostLoads.of(
+            memory - self.machine.memory,
+            self.bytes.elements(held) / self.ranks,
+            self.bytes.regime,
+            self.machine,
+            ranks=min(self.machine.devices, self.spec.world_size),
+            halves=self.clock.waits_for_norm,
+            late=self.micro > 1 or self.clock.waits_for_norm,
+        )

@@ -3,7 +3,8 @@
 A node of the queue is a family with a bound on its seconds, then with the best outlook of its likely profile, then a candidate with
 its outlook, then one whose schedule was simulated. The first node decides what happens next, so that only layouts that can win are
 traced, and only candidates that can win are planned. Traced layouts correct the likely profiles of similar ones. The search
-ends when no node is faster than the best plan by more than :data:`.findings.TOLERANCE`, or after ``plans`` plans.
+ends when no node is faster than the best plan by more than :data:`.findings.TOLERANCE`, or after ``plans`` plans, unless a spec is
+left that should be far faster than the best of them.
 """
 
 from __future__ import annotations
@@ -34,6 +35,10 @@ from meshfold.planner.suggestions.refusals import sentence, too_large, undivided
 _FAMILY, _LIKELY, _CANDIDATE, _SIMULATED = range(4)
 _KEPT_PER_FAMILY = 24
 _FAR = 1.1  # ratio to the best seconds above which a candidate gets no full plan
+_PATIENCE = 3  # times ``plans`` that are made while nothing fits, or while a faster spec than all of them is expected
+_AGAIN = (
+    0.03  # share of the best seconds by which a family that waited for them has to be faster to be traced after all
+)
 _TELLING = ("1f1b", "zb-h2", "zb-v")  # schedules with the least idle time, and the least memory
 
 
@@ -157,7 +162,7 @@ class Search:
             seconds, _, _, kind, node = heapq.heappop(self.queue)
             if kind in (_FAMILY, _LIKELY):
                 if seconds >= (1 - TOLERANCE) * self.least:
-                    self.found.unopened.append((seconds, node))
+                    self.found.unopened.append((seconds, kind, node))
                 elif kind == _FAMILY and not self.profiler.knows(node.layout):
                     self._look_at(node, seconds)
                 elif kind == _LIKELY and (price := self.found.likely_seconds(node)) > seconds * 1.001:
@@ -204,9 +209,10 @@ class Search:
         """Return True if nothing in the queue can beat the planned options by more than the tolerance."""
         fitting = [one.speed.seconds for one in self.found.fitting]
         if not fitting:
-            return len(self.found.planned) >= 3 * self.most
+            return len(self.found.planned) >= _PATIENCE * self.most
         best, following = min(fitting), self.queue[0][0]
-        if len(self.found.planned) >= self.most or following > _FAR * best:
+        most = self.most * (_PATIENCE if _FAR * following < best else 1)
+        if len(self.found.planned) >= most or following > _FAR * best:
             return True
         return following >= (1 - TOLERANCE) * best and len(fitting) >= self.options
 
@@ -301,6 +307,24 @@ class Search:
             self.found.refuse(candidate.family, sentence(error), candidate, outlook)
             return
         self.found.note_planned(option_of(candidate, found, outlook, self.machine, self.precision))
+        self._look_again()
+
+    def _look_again(self) -> None:
+        """Put families back into the queue that were slower than an outlook, but are faster than its plan and all that is left."""
+        found = self.found
+        left = [
+            max(price, node[1].seconds * found.ratio(node[0])[0])
+            for price, _, _, kind, node in self.queue
+            if kind in (_CANDIDATE, _SIMULATED) and self.can_fit(node[0], node[1], found.ratio(node[0])[1])
+        ]
+        self.least = min([*left, *(one.speed.seconds for one in found.fitting)], default=float("inf"))
+        slower: list[tuple[float, int, Family]] = []
+        for seconds, kind, family in found.unopened:
+            if seconds < (1 - _AGAIN) * self.least:
+                self._push(seconds, (family.entries,), kind, family)
+            else:
+                slower.append((seconds, kind, family))
+        found.unopened = slower
 
     def estimate(self, candidate: Candidate) -> Estimate:
         """Return the full plan of a candidate."""
