@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
@@ -20,7 +19,6 @@ from meshfold.mesh.spec import TensorSpec
 from meshfold.models import GPT, GPTConfig, Llama, LlamaConfig, MoELlamaConfig
 from meshfold.planner import MACHINES, Machine, Suggestion, fits, step_speed, suggest
 from meshfold.planner.efficiency import Launches
-from meshfold.planner.machines import leaves_node, ranks_of_a_node
 from meshfold.planner.suggestions import (
     Candidate,
     Clock,
@@ -280,18 +278,6 @@ class NoLoss(nn.Module):
 def test_a_model_that_cannot_be_traced_is_refused() -> None:
     with pytest.raises(SpecError, match="cannot be traced"):
         suggested(build=NoLoss)
-
-
-def test_links_by_arithmetic_are_those_of_all_groups() -> None:
-    for sizes, devices in itertools.product(([2, 2, 2], [4, 1, 2], [3, 2, 2], [2, 6, 1], [8, 1, 2]), (1, 2, 4, 6, 8)):
-        axes = dict(zip("abc", sizes, strict=True))
-        mesh = Mesh(axes, rank=0)
-        for over in itertools.chain.from_iterable(itertools.combinations("abc", n) for n in (1, 2, 3)):
-            nodes = [Counter(rank // devices for rank in ranks) for ranks in mesh.groups(*over)]
-            given = devices, tuple(axes.items()), over
-            assert leaves_node(*given) == any(len(node) > 1 for node in nodes), (axes, devices, over)
-            fewest = min(min(node.values()) for node in nodes)
-            assert ranks_of_a_node(*given) == (fewest, sum(nodes[0].values())), (axes, devices, over)
 
 
 def test_a_ring_over_nodes_uses_the_links_of_its_ranks() -> None:

@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import replace
 from functools import cached_property
+from itertools import pairwise
 from typing import Any, TypeVar
 
 from meshfold.mesh.errors import MeshfoldError, SpecError, did_you_mean
@@ -145,6 +146,40 @@ class Mesh:
             ranks.sort(key=lambda rank: self._index(self.coordinates(rank), axes))
         return sorted(found.values(), key=min)
 
+    def digits(self, *axes: str) -> list[tuple[int, int, bool]]:
+        """Return the digits of a rank's number, lowest first: size, stride, and whether ranks of a group along the axes differ.
+
+        An axis is one digit, or several if the axes given are factors of it.
+
+        Raises:
+            SpecError: for factors that overlap, of which none divides the other.
+        """
+        found: list[tuple[int, int, bool]] = []
+        stride = 1
+        for name, whole in reversed(self.axes.items()):
+            factors = [(size, divisor) for base, size, divisor in map(self._factor, axes) if base == name]
+            cuts = sorted(
+                {1, whole, *(divisor for _, divisor in factors), *(size * divisor for size, divisor in factors)}
+            )
+            for low, high in pairwise(cuts):
+                if high % low:
+                    raise SpecError(
+                        f"{self}: factors of axis {name!r} among {axes} overlap: {low} does not divide {high}"
+                    )
+                along = any(divisor <= low and high <= size * divisor for size, divisor in factors)
+                found.append((high // low, stride * low, along))
+            stride *= whole
+        return found
+
+    def ranks_along(self, *axes: str) -> tuple[int, ...]:
+        """Return the ranks of this rank's group along the axes, ascending, without listing those of others."""
+        coordinates = self.coordinates()
+        ranks = self._candidates(coordinates, axes)
+        if all(axis in self.axes for axis in axes):
+            return tuple(ranks)
+        here = self._elsewhere(coordinates, axes)
+        return tuple(rank for rank in ranks if self._elsewhere(self.coordinates(rank), axes) == here)
+
     def spanned(self, *axes: str) -> tuple[str, ...]:
         """Return the axes in mesh order, without axes of size 1: the name of a group in records and plans."""
         return tuple(
@@ -179,10 +214,12 @@ class Mesh:
         known = self._numbers.get(axes)
         if known is None:
             ranks = self.group(*axes).ranks
+            places = [[*self.axes].index(axis) for axis in axes if axis in self.axes]
+            in_mesh_order = len(places) == len(axes) and places == sorted({*places})
             order = (
-                (self.index(*axes, rank=rank - self.first_rank) for rank in ranks)
-                if len(axes) > 1
-                else range(len(ranks))
+                range(len(ranks))
+                if len(axes) <= 1 or in_mesh_order
+                else (self.index(*axes, rank=rank - self.first_rank) for rank in ranks)
             )
             known = self._numbers[axes] = tuple(order)
         return known
@@ -230,11 +267,7 @@ class Mesh:
 
     def _make_group(self, axes: tuple[str, ...]) -> Group:
         spanned = self.spanned(*axes)
-        coordinates = self.coordinates()
-        here = self._elsewhere(coordinates, spanned)
-        ranks = tuple(
-            r for r in self._candidates(coordinates, spanned) if self._elsewhere(self.coordinates(r), spanned) == here
-        )
+        ranks = self.ranks_along(*spanned)
         index = ranks.index(self.rank) if len(ranks) > 1 else 0
         ranks = tuple(self.first_rank + r for r in ranks)
         if len(ranks) == 1:

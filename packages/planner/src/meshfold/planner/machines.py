@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from meshfold.mesh import Mesh
 from meshfold.planner.efficiency import OPTIMIZER as OPTIMIZER
 from meshfold.planner.efficiency import Efficiency, Launches, Link
+from meshfold.planner.node_groups import leaves_node, ranks_of_a_node
 
 if TYPE_CHECKING:
     from meshfold.zero_gemini.planner import Machine as Rates
@@ -217,58 +216,6 @@ class Machine:
             disk_bytes=int(host.disk),
             cpu_optimizer={regime: host.cores / ranks / cost for regime, cost in _CORE_SECONDS.items()},
         )
-
-
-@lru_cache(maxsize=4096)
-def leaves_node(devices: int, sizes: tuple[tuple[str, int], ...], axes: tuple[str, ...]) -> bool:
-    """Return True if ranks of some group along the axes are on several nodes.
-
-    Args:
-        devices: ranks of a node, which have consecutive numbers.
-        sizes: of all axes of a mesh, outermost first.
-        axes: of the mesh, or factors of them.
-    """
-    names = [name for name, _ in sizes]
-    outermost = min((names.index(axis) for axis in axes if axis in names), default=0)
-    block = math.prod(size for _, size in sizes[outermost:])  # a group's ranks are in one aligned block of so many
-    if all(axis in names for axis in axes):
-        if devices % block == 0:
-            return False
-        strides = {name: math.prod(size for _, size in sizes[place + 1 :]) for place, name in enumerate(names)}
-        if sum((size - 1) * strides[name] for name, size in sizes if name in axes) >= devices:
-            return True
-    mesh = Mesh(dict(sizes), rank=0)
-    return any(len({rank // devices for rank in ranks}) > 1 for ranks in mesh.groups(*axes))
-
-
-@lru_cache(maxsize=4096)
-def ranks_of_a_node(devices: int, sizes: tuple[tuple[str, int], ...], axes: tuple[str, ...]) -> tuple[int, int]:
-    """Return the fewest ranks of a group along the axes that share a node, and the ranks of a group.
-
-    Args:
-        devices: ranks of a node, which have consecutive numbers.
-        sizes: of all axes of a mesh, outermost first.
-        axes: of the mesh, or factors of them.
-    """
-    names = [name for name, _ in sizes]
-    if all(axis in names for axis in axes):
-        together, ranks, stride = 1, 1, 1
-        for name, size in reversed(sizes):
-            block = stride * size
-            if name in axes:
-                ranks *= size
-                if stride < devices and (devices % block == 0 or (block % devices == 0 and devices % stride == 0)):
-                    together *= min(size, devices // stride)
-                elif stride % devices:
-                    break  # nodes have different numbers of its ranks
-            elif stride < devices and devices % block and (block % devices or devices % stride):
-                break
-            stride = block
-        else:
-            return together, ranks
-    groups = Mesh(dict(sizes), rank=0).groups(*axes)
-    counts = [Counter(rank // devices for rank in ranks) for ranks in groups]
-    return min(min(count.values()) for count in counts), sum(counts[0].values())
 
 
 def __getattr__(name: str) -> Any:

@@ -44,6 +44,7 @@ from meshfold.pipeline.runtime import Microbatch
 from meshfold.planner.clock import Work
 from meshfold.planner.estimate_settings import EstimateSettings
 from meshfold.planner.estimates import Estimate, Memory, summarize_traffic
+from meshfold.planner.node_groups import some_neighbours_apart
 from meshfold.planner.stage_costs import StageCosts, peak_beside_state, stage_costs
 from meshfold.planner.step_bytes import fixed_bytes
 
@@ -119,7 +120,7 @@ def estimate_pipeline(settings: EstimateSettings, whole: Estimate) -> Estimate:
     begin = time.perf_counter()
     spec, accumulate = settings.spec, settings.accumulate
     mesh = Mesh(spec.axes, rank=0)
-    measured = [_measured_rank(settings, rank) for rank in next(iter(mesh.groups(PIPE)))]
+    measured = [_measured_rank(settings, rank) for rank in mesh.ranks_along(PIPE)]
     stages = tuple(sorted((stage for one in measured for stage in one.stages), key=lambda stage: stage.number))
     simulation = _simulated(measured[0], stages, settings, mesh)
     memory: list[Memory] = []
@@ -342,7 +343,8 @@ def _simulated(one: _Rank, stages: Sequence[StageCosts], settings: EstimateSetti
     forward, backward, weight = ([one[i] for one in seconds] for i in range(3))
     send = []
     for stage, (source, target) in zip(stages, pairwise(stage_ranks), strict=False):
-        link = min(machine.bandwidth((ranks[source], ranks[target])) for ranks in mesh.groups(PIPE))
+        apart = some_neighbours_apart(machine.devices, tuple(mesh.axes.items()), PIPE, source, target)
+        link = machine.between if apart else machine.inside
         send.append(machine.message_seconds("send", sum(stage.sent), link))
     costs = Costs(
         forward=forward,

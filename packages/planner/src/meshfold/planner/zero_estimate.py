@@ -32,6 +32,7 @@ from meshfold.planner.collected_gradients import moved_bytes, taking
 from meshfold.planner.estimate_settings import EstimateSettings
 from meshfold.planner.estimates import Memory, StepEstimate
 from meshfold.planner.machines import Machine
+from meshfold.planner.node_groups import leaves_node
 from meshfold.planner.optimizer_state import kept_under_zero, steps_early
 from meshfold.planner.step_bytes import allocation_bytes, fixed_bytes
 from meshfold.zero_gemini import MemoryPlanError, slot_alignment
@@ -164,7 +165,7 @@ def pushed_on(machine: Machine, mesh: Mesh, transport: str) -> Callable[[tuple[s
     gpu = torch.device("cuda")
 
     def pushed(axes: tuple[str, ...], block_bytes: int) -> bool:
-        return pushes(transport, block_bytes, gpu) and all(map(machine.reaches, mesh.groups(*axes)))
+        return pushes(transport, block_bytes, gpu) and not leaves_node(machine.devices, tuple(mesh.axes.items()), axes)
 
     return pushed
 

@@ -86,7 +86,7 @@ class World:
     def members(self) -> tuple[int, ...]:
         """The ranks of this data coordinate: together they hold every tensor."""
         inner = [axis for axis in self.mesh.names if axis not in self.outer_axes]
-        return next(tuple(ranks) for ranks in self.mesh.groups(*inner) if self.mesh.rank in ranks)
+        return self.mesh.ranks_along(*inner)
 
     @property
     def pipelined(self) -> bool:

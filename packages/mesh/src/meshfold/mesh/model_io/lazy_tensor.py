@@ -54,8 +54,7 @@ class ShardedOutput:
     def ranks(self) -> tuple[int, ...]:
         """Return the global ranks that have a shard each, ascending."""
         mesh, axes = self.mesh, self.axes
-        groups = (group for group in mesh.groups(*axes) if mesh.rank in group)
-        return mesh.once(("ranks", axes), lambda: tuple(sorted(mesh.first_rank + rank for rank in next(groups))))
+        return mesh.once(("ranks", axes), lambda: tuple(mesh.first_rank + rank for rank in mesh.ranks_along(*axes)))
 
 
 def lazy_gather(piece: Tensor, pieces: ShardedOutput) -> Tensor:
