@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
+
+from meshfold.mesh.model_io.nested_tensors import tensors_in
 
 
 class LiveBytes(TorchDispatchMode):
@@ -36,6 +37,11 @@ class LiveBytes(TorchDispatchMode):
     def bytes(self) -> int:
         """Alive now."""
         return self._now
+
+    @property
+    def is_in_kernel(self) -> bool:
+        """True while a kernel runs, whose operators are not seen."""
+        return bool(self._inside)
 
     def take(self) -> tuple[int, int]:
         """Return (peak since the last call, current), in bytes; the next peak starts now."""
@@ -83,9 +89,8 @@ class LiveBytes(TorchDispatchMode):
         return run
 
     def _see_all(self, values: Any, *, counts: bool) -> None:
-        for tensor in tree_iter(values):
-            if isinstance(tensor, Tensor):
-                self._see(tensor, counts=counts)
+        for tensor in tensors_in(values):
+            self._see(tensor, counts=counts)
 
     def _take_over(self, waited: Tensor, found: Tensor) -> None:
         """Count what a collective has made as its waited result: on the meta device alone these are two storages."""

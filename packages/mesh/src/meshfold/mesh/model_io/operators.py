@@ -11,9 +11,10 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+
+from meshfold.mesh.model_io.known_kernels import run_once
+from meshfold.mesh.model_io.nested_tensors import tensors_in
 
 FORWARD, BACKWARD, REPEATED = "forward", "backward", "repeated"
 
@@ -118,13 +119,10 @@ class OperatorCounter(TorchDispatchMode):
         def run(*args: Any, **kwargs: Any) -> Any:
             if self._inside is not None:
                 return function(*args, **kwargs)
-            self._inside, outside = 0, self._times
-            self._times = 1
-            try:
-                made = function(*args, **kwargs)
-                flop = self._inside
-            finally:
-                self._inside, self._times = None, outside
+            if self._is_alone():
+                made, flop = run_once(function, args, kwargs, self._counted_inside)
+            else:
+                made, flop = self._counted_inside(lambda: function(*args, **kwargs))
             moved, name = _bytes_of((args, kwargs, made)), "" if flop else _kernel_name(function)
             place = _residual_place(function)
             adds = place is not None and place < len(args) and args[place] is not None
@@ -132,6 +130,21 @@ class OperatorCounter(TorchDispatchMode):
             return made
 
         return run
+
+    def _is_alone(self) -> bool:
+        """Return True if this counter counts now, and no other mode looks at the operators inside a kernel."""
+        modes = _get_current_dispatch_mode_stack()
+        others = [mode for mode in modes if mode is not self]
+        return len(others) < len(modes) and all(getattr(mode, "is_in_kernel", False) for mode in others)
+
+    def _counted_inside(self, function: Callable[[], Any]) -> tuple[Any, int]:
+        """Return what a function makes, and the FLOP inside it."""
+        self._inside, outside = 0, self._times
+        self._times = 1
+        try:
+            return function(), self._inside
+        finally:
+            self._inside, self._times = None, outside
 
     def __torch_dispatch__(
         self,
@@ -183,7 +196,7 @@ def _sizes_of(packet: Any, args: tuple[Any, ...]) -> tuple[int, int]:
 
 def _bytes_of(values: Any) -> int:
     """Return the bytes of all tensors in nested values, each once."""
-    tensors = {id(x): x for x in tree_iter(values) if isinstance(x, Tensor)}
+    tensors = {id(x): x for x in tensors_in(values)}
     return sum(x.numel() * x.element_size() for x in tensors.values())
 
 
