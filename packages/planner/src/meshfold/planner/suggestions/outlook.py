@@ -40,6 +40,7 @@ class Outlook:
         offload: of copies between a device and its host that nothing hides.
         memory: bytes that the fullest rank holds; more than a device has means that state moves to the host.
         state: bytes of it that a plan of ``zero`` can move to the host: parameters, gradients, the optimizer's.
+        repeated: share of blocks that compute their activations again.
     """
 
     seconds: float
@@ -52,6 +53,7 @@ class Outlook:
     offload: float
     memory: float
     state: float
+    repeated: float = 0.0
 
     def costs(self) -> dict[str, float]:
         """Return the seconds by purpose, longest first."""
@@ -160,6 +162,7 @@ class _Reckoning:
             offload=offload,
             memory=memory,
             state=state,
+            repeated=self.repeated,
         )
 
     def _seconds(self, part: Part, phase: str) -> Seconds:

@@ -13,7 +13,7 @@ import heapq
 import itertools
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
@@ -39,6 +39,7 @@ _PATIENCE = 3  # times ``plans`` that are made while nothing fits, or while a fa
 _AGAIN = (
     0.03  # share of the best seconds by which a family that waited for them has to be faster to be traced after all
 )
+_ROOMY = 0.97  # share of a device's memory below which a plan moved nothing to the host
 _TELLING = ("1f1b", "zb-h2", "zb-v")  # schedules with the least idle time, and the least memory
 
 
@@ -257,7 +258,19 @@ class Search:
         for seconds, complexity, candidate, outlook in made[:_KEPT_PER_FAMILY]:
             if not fitting or len(fitting) < self.options or seconds < min(fitting):
                 kind = _SIMULATED if family.stages == 1 else _CANDIDATE
-                self._push(seconds * self.found.ratio(candidate)[0], complexity, kind, (candidate, outlook, profile))
+                self._push(seconds * self.ratio(candidate, outlook)[0], complexity, kind, (candidate, outlook, profile))
+
+    def ratio(self, candidate: Candidate, outlook: Outlook) -> tuple[float, float]:
+        """Return the seconds and bytes in plans of similar candidates, divided by those of their outlooks.
+
+        Where the planner may recompute blocks but need not, the plan without recomputation says how long it takes.
+        """
+        seconds, held = self.found.ratio(candidate)
+        if candidate.recompute == "auto" and not outlook.repeated:
+            kept, most = self.found.ratio(replace(candidate, recompute=None))
+            if most * outlook.memory < _ROOMY * self.machine.memory:
+                return max(seconds, kept), held
+        return seconds, held
 
     def can_fit(self, candidate: Candidate, outlook: Outlook, ratio: float) -> bool:
         """Return True if the candidate may fit: in the device's memory, or under ``zero`` with the host's."""
@@ -272,7 +285,7 @@ class Search:
     def _reprice(self, seconds: float, kind: int, node: tuple[Candidate, Outlook, Profile]) -> bool:
         """Put a candidate whose expected seconds have changed back into the queue, or drop it if it no longer fits."""
         candidate, outlook, _ = node
-        ratio, bytes_ratio = self.found.ratio(candidate)
+        ratio, bytes_ratio = self.ratio(candidate, outlook)
         if not self.can_fit(candidate, outlook, bytes_ratio):
             return True
         price = outlook.seconds * ratio
@@ -290,7 +303,7 @@ class Search:
             except MeshfoldError:  # a schedule that this number of micro-batches does not allow
                 return
             self._push(
-                outlook.seconds * self.found.ratio(candidate)[0],
+                outlook.seconds * self.ratio(candidate, outlook)[0],
                 candidate.complexity,
                 _SIMULATED,
                 (candidate, outlook, profile),
@@ -313,7 +326,7 @@ class Search:
         """Put families back into the queue that were slower than an outlook, but are faster than its plan and all that is left."""
         found = self.found
         left = [
-            max(price, node[1].seconds * found.ratio(node[0])[0])
+            max(price, node[1].seconds * self.ratio(node[0], node[1])[0])
             for price, _, _, kind, node in self.queue
             if kind in (_CANDIDATE, _SIMULATED) and self.can_fit(node[0], node[1], found.ratio(node[0])[1])
         ]
