@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from meshfold.kernels.fuse.logits import LazyLogits, Operands
-from meshfold.kernels.fuse.replaced import candidates, is_watched, own_forward
+from meshfold.kernels.fuse.replaced import candidates, own_forward, watcher
 from meshfold.kernels.inputs import is_autocast
 
 WORTHWHILE = 1 << 24
@@ -142,9 +142,12 @@ class Head:
 
     def waits(self, x: object) -> bool:
         """Return True if the logits of ``x`` are to wait."""
-        if not self.open or type(x) is not Tensor or torch.compiler.is_compiling() or is_watched():
+        if not self.open or type(x) is not Tensor or torch.compiler.is_compiling():
             return False
         if x.ndim < 2 or is_autocast(x):
+            return False
+        watched = watcher()
+        if watched is not None and (self._deferrable is not None or not watched.lets_wait(x)):
             return False
         if self._deferrable is not None and not self._deferrable.defers_logits():
             return False

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from meshfold.kernels.fuse.replaced import watcher
 from meshfold.kernels.linear_cross_entropy import (
     Reduction,
     VocabularyShard,
@@ -36,6 +37,7 @@ class LazyLogits(Tensor):
     rows: Tensor  # ``... k``: the head's input
     made_in: int  # number of the head's context
     changes: tuple[Change, ...]  # elementwise changes of the head's output, in order
+    waits_for_loss = True  # for modes that look at tensors: there is no memory to look at
     finish: tuple[Callable[[Tensor], Tensor], ...]  # applied after the changes, when the values are read
     _computed: Tensor | None
 
@@ -60,13 +62,26 @@ class LazyLogits(Tensor):
         if self._computed is None:
             self._check_open()
             self.head.reads += 1
-            found = self.head.logits(self.rows)
+            found = self._logits()
             for what, by in self.changes:
                 found = found.to(by) if what == "cast" else found * by if what == "scale" else found.tanh()
             for finish in self.finish:
                 found = finish(found)
             self._computed = found
         return self._computed
+
+    def _logits(self) -> Tensor:
+        watched, rows = watcher(), self.rows
+        if watched is None:
+            return self.head.logits(rows)
+        return watched.logits_of(rows, self.shape[-1], lambda: self.head.logits(rows))
+
+    def _loss(self, target: Tensor, kept: int | None, loss: Callable[[Operands], Tensor]) -> Tensor:
+        """Run a loss with the head."""
+        watched, rows = watcher(), self.rows
+        if watched is None:
+            return self.head.loss(rows, loss)
+        return watched.loss_of(rows, target, kept, lambda: self.head.loss(rows, loss))
 
     def _check_open(self) -> None:
         """Raise a RuntimeError if the head's context has ended, since its weights may have changed."""
@@ -154,7 +169,7 @@ class LazyLogits(Tensor):
                 vocabulary=vocabulary,
             )
 
-        return self.head.loss(self.rows, loss)
+        return self._loss(target, 0 if reduction == "none" else None, loss)
 
     def log_probs(
         self,
@@ -197,7 +212,7 @@ class LazyLogits(Tensor):
             )
             return torch.stack([logs] if entropies is None else [logs, entropies])
 
-        return self.head.loss(self.rows, found)
+        return self._loss(target, 2 if entropy else 1, found)
 
     @classmethod
     def __torch_function__(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -113,13 +113,38 @@ def settings_of(module: nn.Module) -> tuple[object, ...]:
     return (type(module), *sorted(said, key=lambda pair: pair[0]))
 
 
-def is_watched() -> bool:
-    """Return True while a mode that needs the model's own operations is on, such as one that checks their layouts.
+class Watcher(Protocol):
+    """A dispatch mode that needs the model's own operations, such as one that checks their layouts."""
+
+    wants_own_operations: bool
+
+    def lets_wait(self, x: Tensor) -> bool:
+        """Return True if the logits of rows ``... k`` may wait for their loss all the same."""
+
+    def logits_of(self, rows: Tensor, words: int, run: Callable[[], Tensor]) -> Tensor:
+        """Return the logits ``... v`` that ``run`` computes of rows ``... k``."""
+
+    def loss_of(self, rows: Tensor, target: Tensor, kept: int | None, run: Callable[[], Tensor]) -> Tensor:
+        """Return the loss that ``run`` computes of rows ``m k`` and targets ``m``.
+
+        ``kept``: None for a sum over rows; else the number of results of a row, stacked in front of them (0: not stacked).
+        """
+
+
+def watcher() -> Watcher | None:
+    """Return the innermost active mode that needs the model's own operations; None without one.
 
     It says so with an attribute ``wants_own_operations``.
     """
-    modes = _get_current_dispatch_mode_stack()
-    return bool(modes) and any(getattr(mode, "wants_own_operations", False) for mode in modes)
+    for mode in reversed(_get_current_dispatch_mode_stack()):
+        if getattr(mode, "wants_own_operations", False):
+            return cast(Watcher, mode)
+    return None
+
+
+def is_watched() -> bool:
+    """Return True while a mode is active that needs the model's own operations."""
+    return watcher() is not None
 
 
 def runs_fused(x: Tensor, always: bool) -> bool:

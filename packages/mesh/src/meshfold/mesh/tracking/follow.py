@@ -162,8 +162,48 @@ class Tracker(TorchDispatchMode):
                 alike = [n > 1 and self.records.is_alike(x, place) for place, n in enumerate(x.shape)]
                 self.mark(x, _alike_at(alike, x.shape))
 
-    def as_one(self, name: str, operands: list[Tensor], found: Callable[[], Dims], run: Callable[[], Tensor]) -> Tensor:
-        """Run a call of several operations whose result has a known layout.
+    def lets_wait(self, x: Tensor) -> bool:
+        """Return True if the logits of rows ``... k`` may wait for their loss: every rank has whole rows, and they are tracked."""
+        return not self.is_off and is_whole(self.dims(x)[-1])
+
+    def logits_of(self, rows: Tensor, words: int, run: Callable[[], Tensor]) -> Tensor:
+        """Run a head on rows ``... k``, for ``words`` logits of each."""
+        return (
+            run() if self.is_off else self.as_one("linear", [rows], lambda: (*self.dims(rows)[:-1], whole(words)), run)
+        )
+
+    def loss_of(self, rows: Tensor, target: Tensor, kept: int | None, run: Callable[[], Tensor]) -> Tensor:
+        """Run a head and its loss on rows ``m k`` and targets ``m``.
+
+        Args:
+            rows, target: the operands.
+            kept: None for a sum over rows; else the number of results of a row, stacked in front of them (0: not stacked).
+            run: runs both.
+
+        Raises:
+            LayoutError: if rows and targets are split in different ways, or something else than tokens is summed.
+        """
+
+        def found() -> Dims:
+            row, label = self.dims(rows)[0], self.dims(target)[0]
+            left = indexing.loss_of_rows((row,), (label,), sums=kept is None)
+            return left if not kept else (whole(kept), *left)
+
+        if self.is_off:
+            with self.untracked():
+                return run()
+        return self.as_one("cross_entropy", [rows, target], found, run, rows=False)
+
+    def as_one(
+        self,
+        name: str,
+        operands: list[Tensor],
+        found: Callable[[], Dims],
+        run: Callable[[], Tensor],
+        *,
+        rows: bool = True,
+    ) -> Tensor:
+        """Run a call of several operations whose result has a known layout; ``rows``: its operations may be followed by rows.
 
         Raises:
             LayoutError: if it mixes a split dim.
@@ -178,7 +218,7 @@ class Tracker(TorchDispatchMode):
             except MixesError:
                 self.refuse(name, str(error), *operands, axes=tuple(axes))
         varies = any(map(self.records.varies, operands))
-        with self.untracked(rows=True):
+        with self.untracked(rows=rows):
             out = run()
         if len(dims) != out.dim():
             raise AssertionError(f"{name} has {out.dim()} dims, not {len(dims)}")

@@ -215,15 +215,27 @@ def _loss(call: Call) -> list[Dims]:
     classes = 1 if len(dims) > 1 else 0
     require_whole(dims, (classes,), "looks up classes in a shard of")
     rows = tuple(dim for place, dim in enumerate(dims) if place != classes)
+    if int(call.given.get("reduction", 1)):
+        loss_of_rows(rows, target, sums=True)
+        return [() for _ in call.out]
+    return [loss_of_rows(rows, target, sums=False), ()]
+
+
+def loss_of_rows(rows: Dims, target: Dims, *, sums: bool) -> Dims:
+    """Return the dims of a loss of rows and targets; ``sums``: over the rows.
+
+    Raises:
+        MixesError: if they are not split in the same way, or a sum is over a dim that is split other than by tokens.
+    """
     alike = len(rows) == len(target) and all(len(distinct_splits(pair)) == 1 for pair in zip(rows, target, strict=True))
     if not alike:
         raise MixesError("combines a shard with labels that are not split in the same way")
-    if int(call.given.get("reduction", 1)):
-        for place, dim in enumerate(rows):
-            if any(f.split is not None and f.split.kind != "tokens" for f in dim):
-                raise at_dim("reduces over", place, dim)
-        return [() for _ in call.out]
-    return [target, ()]
+    if not sums:
+        return target
+    for place, dim in enumerate(rows):
+        if any(f.split is not None and f.split.kind != "tokens" for f in dim):
+            raise at_dim("reduces over", place, dim)
+    return ()
 
 
 RULES: dict[str, Rule] = {

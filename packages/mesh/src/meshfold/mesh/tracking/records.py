@@ -38,6 +38,10 @@ class Records:
 
     def dims(self, tensor: Tensor) -> Dims:
         """Return the layout of a tensor."""
+        if _waits(tensor):
+            rows: Tensor = tensor.rows  # type: ignore[attr-defined]
+            lead = self.dims(rows)[:-1] if rows.shape[:-1] == tensor.shape[:-1] else whole_dims(tensor.shape[:-1])
+            return (*lead, whole(tensor.shape[-1]))
         memory = self._memory.get(_storage(tensor))
         # The type first: a parameter's own check of instances is slow.
         if (
@@ -55,6 +59,8 @@ class Records:
 
     def put(self, tensor: Tensor, dims: Dims) -> None:
         """Set the layout of a tensor."""
+        if _waits(tensor):
+            return
         if (known := self._memory.get(_storage(tensor))) is not None:
             known.views.pop(id(tensor), None)
         if not all(map(is_whole, dims)):
@@ -69,6 +75,8 @@ class Records:
             tensor: the view.
             dims: its layout; by default the last one recorded.
         """
+        if _waits(tensor):
+            return
         if 1 in tensor.shape and (dims is not None or _storage(tensor) in self._memory):
             memory = self._at(tensor)
             memory.views[id(tensor)] = weakref.ref(tensor), self.dims(tensor) if dims is None else dims
@@ -100,11 +108,12 @@ class Records:
     def vary(self, tensors: Iterable[Tensor]) -> None:
         """Record tensors whose values differ between forwards: weights, batches, random numbers."""
         for tensor in tensors:
-            self._at(tensor).varies = True
+            if not _waits(tensor):
+                self._at(tensor).varies = True
 
     def varies(self, tensor: Tensor) -> bool:
         """Return True if a tensor's values may differ in another forward, or on a rank with another batch."""
-        if tensor.requires_grad:
+        if tensor.requires_grad or _waits(tensor):
             return True
         memory = self._memory.get(_storage(tensor))
         return memory is not None and memory.varies
@@ -116,7 +125,7 @@ class Records:
 
     def summed(self, tensor: Tensor) -> frozenset[str]:
         """Return the axes over which a tensor's producer sums parts of its gradient."""
-        memory = self._memory.get(_storage(tensor))
+        memory = None if _waits(tensor) else self._memory.get(_storage(tensor))
         return frozenset() if memory is None else memory.summed
 
     def is_alike(self, tensor: Tensor, number: int) -> bool:
@@ -131,6 +140,11 @@ class Records:
         if key not in self._memory:
             self._memory[key] = _Memory(StorageWeakRef(tensor.untyped_storage()), {})
         return self._memory[key]
+
+
+def _waits(tensor: Tensor) -> bool:
+    """Return True for logits that wait for their loss: they have no memory, and lie as the rows ``tensor.rows`` of their head."""
+    return type(tensor) is not Tensor and getattr(type(tensor), "waits_for_loss", False)
 
 
 def _storage(tensor: Tensor) -> int:

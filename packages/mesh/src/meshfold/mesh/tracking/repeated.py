@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
+from torch import Tensor
 from torch.utils import checkpoint as checkpoints
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -46,6 +47,18 @@ class _OwnOperations(TorchDispatchMode):
     """Says what a tracker says to fused kernels, and changes nothing else."""
 
     wants_own_operations = True
+
+    def lets_wait(self, x: Tensor) -> bool:
+        """Return True: the logits waited in the tracked forward too."""
+        return True
+
+    def logits_of(self, rows: Tensor, words: int, run: Callable[[], Tensor]) -> Tensor:
+        """Return what ``run`` computes."""
+        return run()
+
+    def loss_of(self, rows: Tensor, target: Tensor, kept: int | None, run: Callable[[], Tensor]) -> Tensor:
+        """Return what ``run`` computes."""
+        return run()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         return func(*args, **(kwargs or {}))
