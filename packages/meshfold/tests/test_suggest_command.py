@@ -19,6 +19,7 @@ def test_the_best_specs_are_printed_with_the_line_to_paste(capsys: pytest.Captur
     picture = tmp_path / "options.svg"
     assert main([*SMALL, "--explain", "zero.stage=3", "--plot", str(picture)]) == 0
     printed = capsys.readouterr().out
+    assert "4 sequences of 128 tokens, bf16, on 1 rank of h100: " in printed
     assert "tokens/s" in printed and "parallel = dict(" in printed and "--parallel" in printed
     assert "zero" in printed and "it fits" in printed and "together, by the whole plan" in printed
     assert "Pareto front" in picture.read_text()

@@ -133,8 +133,9 @@ def _suggest(arguments: argparse.Namespace) -> int:
         print(json.dumps(numbers, indent=1))
         return 0
     print(
-        f"{model.name}, {arguments.batch_size} sequences of {seq_len} tokens, {arguments.precision}, on {ranks} ranks of "
-        f"{machine.name}: {found.considered:,} specs compared, {found.plans} planned in full"
+        f"{model.name}, {arguments.batch_size} sequence{'s' * (arguments.batch_size > 1)} of {seq_len} tokens, "
+        f"{arguments.precision}, on {ranks} rank{'s' * (ranks > 1)} of {machine.name}: {found.considered:,} specs compared, "
+        f"{found.plans} planned in full"
     )
     parts = [suggestion_table(found), line_to_paste(found.best.candidate), losers_table(found)]
     if other is not None:
