@@ -39,7 +39,7 @@ class Job:
 
     Attributes:
         sequence: tokens.
-        steps: that count; two more run before them.
+        steps: that count; two more run before them, four with compiled blocks: the first is eager, and the next are compiled for.
         recompute: as for the engine.
         device: of this rank.
         limit: bytes of a GPU that may be allocated; None: all. A CPU has no such limit.
@@ -119,8 +119,9 @@ def _steps(
         rows = engine.shard_batch({"input_ids": tokens, "labels": tokens})
         world = engine.mesh.group(*engine.mesh.names)
         times, loss = [], 0.0
-        for step in range(job.steps + 2):
-            if cuda and step == 2:
+        warm = 4 if settings.get("compile") else 2
+        for step in range(job.steps + warm):
+            if cuda and step == warm:
                 torch.cuda.reset_peak_memory_stats(job.device)
             barrier(world, job.device)
             began = time.perf_counter()
@@ -129,7 +130,7 @@ def _steps(
                 torch.cuda.synchronize(job.device)
             times.append(time.perf_counter() - began)
         peak = float(torch.cuda.max_memory_allocated(job.device)) if cuda else 0.0
-        found = torch.tensor([median(times[2:]), peak], dtype=torch.float64, device=job.device)
+        found = torch.tensor([median(times[warm:]), peak], dtype=torch.float64, device=job.device)
         seconds, most = all_reduce(found, world, op="max").tolist()
     return {
         "seconds": seconds,
