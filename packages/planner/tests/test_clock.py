@@ -251,6 +251,36 @@ def test_a_device_waits_for_the_hosts_launches() -> None:
     assert seconds(2, 10, 6, 2, runs=2) == 14  # a second forward is launched during the first backward
 
 
+def test_under_zero_a_device_waits_for_launches_before_it_steps() -> None:
+    """A plan of zero has the device's seconds alone: waiting for the host in the forward comes before its backward and step."""
+    small = replace(BIG, hidden=64, layers=2, heads=2, ffn=128, vocab_size=256, max_positions=32)
+    slow = replace(H200, launches=replace(Launches.of_all(0.0), forward=1e-3))
+    found = {
+        accumulate: estimate(
+            lambda: Llama(small),
+            ParallelSpec.parse(dict(zero=dict(stage=1, placement="cuda")), 1),
+            batch_size=2,
+            seq_len=32,
+            precision="bf16",
+            machine=slow,
+            accumulate=accumulate,
+        )
+        for accumulate in (1, 2)
+    }
+    plan, phases = found[1].plan, found[1].work.phases(slow, "bf16")
+    assert plan is not None and phases.launched_forward > 10 * phases.device  # else nobody waits
+    assert step_times(found[1], slow, "bf16").idle == pytest.approx(phases.launched_forward - phases.forward)
+    wanted = plan.seconds + phases.launched_forward - phases.forward
+    assert step_speed(found[1], slow, "bf16").seconds == pytest.approx(wanted, rel=1e-9)
+    assert wanted > phases.seconds  # its step is no part of what the host hides
+    # Hooks of each unit: two blocks, the embedding, the last norm and the head, in the forward of each micro-step.
+    hooked = replace(slow, launches=replace(slow.launches, unit=1.0))
+    for accumulate, one in found.items():
+        more, less = (one.work.phases(machine, "bf16") for machine in (hooked, slow))
+        assert more.launched_forward - less.launched_forward == pytest.approx(5.0 * accumulate)
+        assert more.launched_backward == less.launched_backward
+
+
 def test_launches_are_those_of_a_phase_and_of_our_kernels() -> None:
     host = Launches(forward=1.0, backward=2.0, kernel_forward=10.0, kernel_backward=20.0)
     on = replace(H200, launches=host)

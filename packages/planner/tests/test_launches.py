@@ -25,6 +25,7 @@ from meshfold.planner.calibration.launches import (
     measure_launches,
     with_experts,
     with_sums,
+    with_units,
 )
 from meshfold.planner.clock import Work
 from meshfold.planner.efficiency import Launches
@@ -111,6 +112,39 @@ def test_layers_of_experts_take_what_their_operators_do_not_explain() -> None:
     assert replace(found, experts_forward=0.0, experts_backward=0.0) == known
     quick = with_experts(known, replace(took, forward=1.0), counts, layers=2)
     assert quick.experts_forward == 0.0  # noise makes no layer faster than its operators
+
+
+def test_units_under_zero_take_what_a_forward_takes_longer() -> None:
+    known, plain = Launches(forward=2.0), HostSeconds(forward=20.0, backward=30.0, update=1.0)
+    took = HostSeconds(forward=26.0, backward=90.0, update=9.0)
+    assert with_units(known, plain, took, units=3) == replace(known, unit=2.0)
+    assert with_units(known, plain, replace(took, forward=19.0), units=3) == known  # noise
+
+
+def test_the_launches_of_units_are_measured_under_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    from meshfold.planner.calibration import launches as module
+
+    made, engine = list[dict[str, Any]](), module.Engine
+
+    def noted(*args: Any, **settings: Any) -> Any:
+        made.append(settings["parallel"])
+        return engine(*args, **settings)
+
+    monkeypatch.setattr(module, "Engine", noted)
+    monkeypatch.setattr(module, "_slowest", lambda took, everyone, device: took)
+    seconds = iter((20.0, 20.0, 20.0, 20.0, 35.0))
+    measured = module._measured
+
+    def took(*args: Any) -> HostSeconds:
+        return replace(measured(*args), forward=next(seconds))
+
+    monkeypatch.setattr(module, "_measured", took)
+    with start() as process:
+        mesh = Mesh({"rank": 1})
+        found = measure_launches(process, TINY, mesh.group("rank"))
+        mesh.close()
+    assert found.unit == (35.0 - 20.0) / (TINY.layers + 2)  # its layers, the embedding and the head
+    assert [*made] == [{}, {}, {}, {}, {"zero": {"stage": 1}}]
 
 
 def test_a_model_of_experts_is_charged_for_its_layers() -> None:

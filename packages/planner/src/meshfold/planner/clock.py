@@ -59,6 +59,11 @@ class Phases:
         return max(self.device, self.host)
 
     @property
+    def idle(self) -> float:
+        """Seconds in which the device has nothing to run, since the host has not launched it."""
+        return self.seconds - self.device
+
+    @property
     def seconds(self) -> float:
         """Seconds from the first launch to the end of the last operator.
 
@@ -81,11 +86,13 @@ class Work:
         operators: each with its count.
         repeated_flop: of matmuls and attention that recomputation runs again.
         runs: forwards, each followed by its backward.
+        units: of ``zero`` that all forwards enter.
     """
 
     operators: Mapping[Operator, int] = field(default_factory=dict)
     repeated_flop: int = 0
     runs: int = 1
+    units: int = 0
 
     @classmethod
     @contextmanager
@@ -123,7 +130,7 @@ class Work:
     def phases(self, machine: Machine, precision: str) -> Phases:
         """Return its seconds on a machine by phase, of the device and of the host that launches its operators."""
         spent = {True: 0.0, False: 0.0}  # after the forward, or in it
-        launched = {True: 0.0, False: 0.0}
+        launched = {True: 0.0, False: self.units * machine.launches.unit}
         for operator, count in self.operators.items():
             later = operator.phase != FORWARD
             spent[later] += count * operator_seconds(operator, machine, precision)
@@ -144,6 +151,7 @@ class Work:
             operators=Counter(self.operators) + Counter(other.operators),
             repeated_flop=self.repeated_flop + other.repeated_flop,
             runs=max(1, self.runs * bool(self.operators) + other.runs * bool(other.operators)),
+            units=self.units + other.units,
         )
 
     def minus(self, earlier: Work) -> Work:
@@ -154,6 +162,7 @@ class Work:
             operators={operator: count for operator, count in found.items() if count},
             repeated_flop=self.repeated_flop - earlier.repeated_flop,
             runs=self.runs,
+            units=self.units - earlier.units,
         )
 
     def __mul__(self, times: int) -> Work:
@@ -161,6 +170,7 @@ class Work:
             operators={operator: times * count for operator, count in self.operators.items()},
             repeated_flop=times * self.repeated_flop,
             runs=max(1, times * self.runs),
+            units=times * self.units,
         )
 
 

@@ -122,6 +122,8 @@ class Launches:
         experts_forward: of a layer of experts in a forward, beyond its operators and kernels: the Python that routes and sorts
             tokens. 0: not measured.
         experts_backward: the same in a backward.
+        unit: of a unit of ``zero`` that a forward enters: the hooks that gather its chunks and watch for its backward. 0: not
+            measured.
     """
 
     forward: float = 2e-5
@@ -132,6 +134,7 @@ class Launches:
     residual: float = 0.0
     experts_forward: float = 0.0
     experts_backward: float = 0.0
+    unit: float = 0.0
 
     @classmethod
     def of_all(cls, seconds: float) -> Launches:

@@ -204,6 +204,7 @@ class Times:
         hidden: share of data traffic that compute hides while both run.
         late: of data traffic, what travels when no compute is left: gradients of a pipeline's stage that ends last, and parameters
             that ``zero`` gathers after the optimizer's step.
+        idle: of the device in forward and backward, for want of launches; part of ``busy``. A plan of ``zero`` knows none.
     """
 
     compute: float
@@ -214,6 +215,7 @@ class Times:
     host: float = 0.0
     hidden: float = 1.0
     late: float = 0.0
+    idle: float = 0.0
 
     @property
     def apart(self) -> float:
@@ -269,7 +271,7 @@ def step_speed(found: Estimate, machine: Machine, precision: str) -> StepSpeed:
         seconds = (
             times.overlapped
             if found.plan is None
-            else max(found.plan.seconds + times.exposed + times.late, times.compute, times.host)
+            else max(found.plan.seconds + times.idle + times.exposed + times.late, times.host)
         )
     own = found.work.flop - found.work.repeated_flop if found.pipeline is None else found.pipeline.flop
     return StepSpeed(
@@ -296,15 +298,17 @@ def step_times(found: Estimate, machine: Machine, precision: str) -> Times:
             beside, shown = beside + part, shown + machine.shown_seconds(entry.kind, part, rate)
     phases = found.work.phases(machine, precision)
     waits = spent["forward"], spent["backward"]
+    waiting = phases.waiting(*waits)
     return Times(
         compute=phases.seconds,
         tensor=sum(waits),
         data=spent["data"],
         optimizer=optimizer_seconds(found.update_bytes, machine),
-        busy=phases.waiting(*waits).seconds,
+        busy=waiting.seconds,
         host=phases.host + found.updated * machine.launches.parameter,
         hidden=1.0 if _is_pushed(found.spec) or not beside else 1.0 - shown / beside,
         late=late,
+        idle=waiting.idle,
     )
 
 

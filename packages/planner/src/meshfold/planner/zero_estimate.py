@@ -114,7 +114,7 @@ def estimate_zero(
         _, counted, log = traced()  # layers that keep activations are not recomputed, nor their collectives repeated
     return StepEstimate(
         entries=[*log.entries * accumulation, *chunk_entries(workload, world, found)],
-        work=Work.of(counted) * accumulation,
+        work=replace(Work.of(counted), units=trace.forward_timesteps) * accumulation,
         memory=memory,
         plan=found,
         refusal=refusal,

@@ -4,8 +4,8 @@ Its layers are those of a real model, but so narrow that the device waits for th
 optimizer's step are divided among the operators that a plan counts in them. Norms are our only kernels in it, so the seconds that
 they add are theirs, while no residual sum waits for them; what the same model takes longer with sums that wait is these sums'.
 Experts have an MLP's place in a fourth model; what their layers take beyond their operators and kernels is Python that routes and
-sorts tokens. All models run as any model does, with the engine's linear layers, which take more time in Python than torch's:
-otherwise the kernels would be charged for that.
+sorts tokens. What the first model's forward takes longer under ``zero`` is that of its units' hooks. All models run as any model
+does, with the engine's linear layers, which take more time in Python than torch's: otherwise the kernels would be charged for that.
 
 Ranks wait for the slowest in every collective. So a model takes as long as it does on its slowest rank, and only then are its
 seconds divided: the most of each rank's differences would be the noise of all of them.
@@ -161,16 +161,29 @@ def with_experts(found: Launches, took: HostSeconds, counts: Counts, layers: int
     )
 
 
+def with_units(found: Launches, plain: HostSeconds, took: HostSeconds, units: int) -> Launches:
+    """Return launches with those of units of ``zero``: what a forward takes longer under it.
+
+    Args:
+        found: of operators.
+        plain: seconds of a model without ``zero``.
+        took: seconds of the same model with it.
+        units: of the model.
+    """
+    return replace(found, unit=max(0.0, took.forward - plain.forward) / units)
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Kind:
-    """A tiny model to measure: what its layers have, and whether residual sums wait for its norms."""
+    """A tiny model to measure: what its layers have, whether residual sums wait for its norms, and whether it is under ``zero``."""
 
     norms: bool = False
     sums: bool = False
     experts: bool = False
+    zero: bool = False
 
 
-_KINDS = (_Kind(), _Kind(norms=True), _Kind(norms=True, sums=True), _Kind(experts=True))
+_KINDS = (_Kind(), _Kind(norms=True), _Kind(norms=True, sums=True), _Kind(experts=True), _Kind(zero=True))
 
 
 def measure_launches(process: Process, effort: Effort, everyone: Group) -> Launches:
@@ -181,12 +194,14 @@ def measure_launches(process: Process, effort: Effort, everyone: Group) -> Launc
         effort: sizes of the samples.
         everyone: all ranks.
     """
-    plain, fused, summed, experts = (
+    plain, fused, summed, experts, chunked = (
         (_slowest(_measured(process, effort, kind), everyone, process.device), _counted_kind(effort, process, kind))
         for kind in _KINDS
     )
     found = with_sums(launches_of(plain[0], fused[0], plain[1], fused[1]), *summed)
-    return with_experts(found, *experts, layers=effort.layers)
+    found = with_experts(found, *experts, layers=effort.layers)
+    units = effort.layers + 2  # each layer, the embedding and the head
+    return with_units(found, plain[0], chunked[0], units)
 
 
 def _slowest(took: HostSeconds, everyone: Group, device: torch.device) -> HostSeconds:
@@ -216,9 +231,12 @@ def _measured(process: Process, effort: Effort, kind: _Kind) -> HostSeconds:
         return model[-1]
 
     device, samples = process.device, list[tuple[float, float, float]]()
+    spec: dict[str, object] = dict(data=process.world_size) if process.world_size > 1 else dict()
+    if kind.zero:
+        spec["zero"] = dict(stage=1, placement="cuda") if device.type == "cuda" else dict(stage=1)
     with Engine(
         build,
-        parallel=dict(data=process.world_size) if process.world_size > 1 else dict(),
+        parallel=spec,
         optimizer=dict(name="adamw", lr=1e-5),
         precision=_precision(device.type),
         clip_grad_norm=1.0,

@@ -46,7 +46,8 @@ def calibration_table(found: Calibration) -> str:
             f"{_micro(launches.forward)} an operator, {_micro(launches.backward)} in a backward, one of our kernels "
             f"{_micro(launches.kernel_forward)} and {_micro(launches.kernel_backward)}, a parameter's step "
             f"{_micro(launches.parameter)}; a residual sum that a norm computes {_micro(launches.residual)} more; a layer of "
-            f"experts {_micro(launches.experts_forward)} and {_micro(launches.experts_backward)} more",
+            f"experts {_micro(launches.experts_forward)} and {_micro(launches.experts_backward)} more; a unit under zero "
+            f"{_micro(launches.unit)} more",
         ],
         [
             "host",

@@ -136,7 +136,8 @@ class _Reckoning:
         )
         waits, compute = first.waits + then.waits, phases.seconds
         # A stage's actions come one by one, of other stages between them.
-        together = phases.waiting(first.waits, then.waits).seconds if self.stages == 1 else first.spent + then.spent
+        waiting = phases.waiting(first.waits, then.waits)
+        together = waiting.seconds if self.stages == 1 else first.spent + then.spent
         busy, host = together + idle, phases.host + self._updates()
         late = self._late(held)
         exposed = shown * min(1.0, together / (hidden - late)) if hidden > late else 0.0
@@ -150,7 +151,8 @@ class _Reckoning:
             )
             beside_stages = max(busy, hidden) if self.stages > 1 else 0.0
             offload = max(0.0, max(beside_stages, chunks) - max(beside_stages, alone))
-            seconds = max(max(beside_stages, chunks) + exposed + late, compute, host)
+            waited = waiting.idle if self.stages == 1 else 0.0
+            seconds = max(max(beside_stages, chunks) + waited + exposed + late, compute, host)
         return Outlook(
             seconds=seconds,
             compute=compute,
