@@ -49,7 +49,11 @@ def test_from_completions_to_rewards(data: Path, capsys: pytest.CaptureFixture[s
     start = ["--start", str(data / "sft")]
     assert stage("dpo", "pairs", "--beta", "0.3", *start)[0]["loss"] == pytest.approx(0.693147, abs=1e-5)
     assert stage("kto", "judged", *start)[0]["loss"] == pytest.approx(0.5, abs=1e-5)
-    assert "accuracy" in stage("reward", "pairs", *start[:0])[-1]
+    assert "accuracy" in stage("reward", "pairs")[-1]
+    assert (
+        main(["align", "reward", "--data", str(data / "pairs.jsonl"), "--out", str(data / "no"), *start, *SMALL]) == 1
+    )
+    assert "A reward model starts from another one, or from a folder" in capsys.readouterr().err
     sampling = ["--reward", f"{data}/rewards.py:letters", "--max-new-tokens", "4"]
     found = stage("grpo", "prompts", *start, *sampling, "--group", "2", "--loss", "dapo", "--beta", "0.1")
     assert found[0]["reward"] < 0.01 and found[0]["tokens"] <= 4

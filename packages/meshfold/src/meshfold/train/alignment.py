@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from meshfold import align
+from meshfold.checkpoint import CheckpointError
 from meshfold.data.tokenizers import load_tokenizer, tokenizer_of_model
 from meshfold.mesh import SpecError
 from meshfold.mesh.processes import only_ranks, running_world
@@ -186,7 +187,15 @@ def _trainer(
     if name == "sft":
         return align.SFT(model, examples, length=a.length or _LENGTH, **common)
     if name == "reward":
-        return align.RewardModel(_scorer(a.hf, choice), examples, length=a.length, **common)
+        try:
+            return align.RewardModel(_scorer(a.hf, choice), examples, length=a.length, **common)
+        except CheckpointError as error:
+            if a.start is None:
+                raise
+            raise SpecError(
+                f"--start {a.start!r}: {error}. A reward model starts from another one, or from a folder that meshfold convert "
+                "makes of a checkpoint of sft: give that as --hf FOLDER"
+            ) from error
     if name == "dpo":
         return align.DPO(model, examples, loss=a.loss or "sigmoid", length=a.length, **common)
     if name == "kto":
