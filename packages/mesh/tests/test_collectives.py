@@ -145,6 +145,18 @@ def test_sums_have_the_same_bits_on_every_rank() -> None:
 
 
 @ranks(4)
+def test_a_tensor_of_the_callers_own_is_summed_in_place() -> None:
+    group = group_of(("a", "b"))
+    expected = torch.stack(held(group)).sum(0)
+    kept, own, turned = (of_rank(meshes()[0].rank) for _ in range(3))
+    for given, is_written in ((kept, False), (own, True), (turned.movedim(0, 1), False)):
+        found = all_reduce(given, group, own=given is not kept)
+        same(found, expected if given.shape == expected.shape else expected.movedim(0, 1))
+        assert (found.data_ptr() == given.data_ptr()) is is_written
+    same(kept, of_rank(meshes()[0].rank))
+
+
+@ranks(4)
 def test_barrier_returns() -> None:
     barrier(group_of(("t",)))
     barrier(group_of(("missing",)))

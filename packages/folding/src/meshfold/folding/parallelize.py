@@ -106,6 +106,6 @@ def sum_gradients(model: nn.Module) -> None:
             buckets.setdefault((axes, grad.dtype, grad.device), []).append(grad)
     for (axes, _, _), grads in buckets.items():
         with weight_gradients():
-            total = all_reduce(torch.cat([grad.reshape(-1) for grad in grads]), axes.mesh.group(*axes.all))
+            total = all_reduce(torch.cat([grad.reshape(-1) for grad in grads]), axes.mesh.group(*axes.all), own=True)
         for grad, part in zip(grads, total.split([grad.numel() for grad in grads]), strict=True):
             grad.copy_(part.view(grad.shape))

@@ -60,12 +60,15 @@ def _source(index: int) -> Any:
 _GATHER, _SCATTER, _EXCHANGE = _c10d.AllgatherOptions(), _c10d.ReduceScatterOptions(), _c10d.AllToAllOptions()
 
 
-def all_reduce(x: Tensor, op: str, group: Group) -> Issued:
-    """Begin a reduction of a tensor of any strides, which stays as it is; the result is contiguous."""
+def all_reduce(x: Tensor, op: str, group: Group, *, own: bool = False) -> Issued:
+    """Begin a reduction of a tensor of any strides; the result is contiguous.
+
+    The tensor stays as it is, unless it is the caller's ``own``: then it is written, if it is contiguous.
+    """
     handle = process_group(x, group)
     if handle is None:
         return _ops.all_reduce(x.contiguous(), op, group.name), None
-    out = x.clone(memory_format=torch.contiguous_format)
+    out = x if own and x.is_contiguous() else x.clone(memory_format=torch.contiguous_format)
     return out, handle.allreduce([out], _reduction(op))
 
 

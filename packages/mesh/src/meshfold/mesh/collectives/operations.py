@@ -83,15 +83,22 @@ class Pending:
 
 
 @overload
-def all_reduce(x: Tensor, group: Group, op: str = ..., *, async_op: Literal[False] = ...) -> Tensor: ...
+def all_reduce(
+    x: Tensor, group: Group, op: str = ..., *, async_op: Literal[False] = ..., own: bool = ...
+) -> Tensor: ...
 @overload
-def all_reduce(x: Tensor, group: Group, op: str = ..., *, async_op: Literal[True]) -> Pending: ...
-def all_reduce(x: Tensor, group: Group, op: str = "sum", *, async_op: bool = False) -> Tensor | Pending:
-    """Return the sum (or ``"max"``, ``"min"``) over the group, the same bits on every rank. Shape unchanged."""
+def all_reduce(x: Tensor, group: Group, op: str = ..., *, async_op: Literal[True], own: bool = ...) -> Pending: ...
+def all_reduce(
+    x: Tensor, group: Group, op: str = "sum", *, async_op: bool = False, own: bool = False
+) -> Tensor | Pending:
+    """Return the sum (or ``"max"``, ``"min"``) over the group, the same bits on every rank. Shape unchanged.
+
+    ``own``: nobody else reads ``x``, so it may be written instead of a copy; it is worth nothing afterwards.
+    """
     if group.size == 1:
         return _ready(x, async_op)
     call = note_call("all_reduce", group, x, detail=op, later=async_op)
-    return _issue(issue.all_reduce(x, op, group), _same, async_op, call)
+    return _issue(issue.all_reduce(x, op, group, own=own), _same, async_op, call)
 
 
 @overload

@@ -49,10 +49,10 @@ class Gather:
             coming_blocks = collectives.all_gather(x.unsqueeze(0), mesh.group(blocks), 0, async_op=True)
             w_whole = start_gather(plan, mesh, "w", w).wait()
             partial = _multiply_blocks(coming_blocks.wait(), w_whole)
-            return start_leave(plan, mesh, "y", partial).wait(), None, w_whole if "w" in keep else None
+            return start_leave(plan, mesh, "y", partial, own=True).wait(), None, w_whole if "w" in keep else None
         coming_x, coming_w = start_gather(plan, mesh, "x", x), start_gather(plan, mesh, "w", w)
         x_whole, w_whole = coming_x.wait(), coming_w.wait()
-        y = start_leave(plan, mesh, "y", x_whole @ w_whole.t()).wait()
+        y = start_leave(plan, mesh, "y", x_whole @ w_whole.t(), own=True).wait()
         return y, x_whole if "x" in keep else None, w_whole if "w" in keep else None
 
     def backward(
@@ -78,11 +78,11 @@ class Gather:
         del coming_w
         if coming_x is not None:
             make = _weight_gradient_of_blocks if blocks else _weight_gradient
-            leaving_dw = start_leave(plan, mesh, "w", make(plan, coming_x.wait(), dy_whole))
+            leaving_dw = start_leave(plan, mesh, "w", make(plan, coming_x.wait(), dy_whole), own=True)
         del coming_x
         dx = None
         if leaving_dx is not None:
-            dx = start_sum(plan, mesh, "x", leaving_dx).wait()
+            dx = start_sum(plan, mesh, "x", leaving_dx, own=True).wait()
             dx = dx.squeeze(0) if blocks else dx
         return dx, leaving_dw.wait() if leaving_dw is not None else None
 
@@ -183,20 +183,20 @@ def start_scatter(plan: MatmulPlan, mesh: Mesh, operand: Operand, partial: Tenso
     return pending
 
 
-def start_sum(plan: MatmulPlan, mesh: Mesh, operand: Operand, scattered: Pending) -> Pending:
-    """All-reduce over the summed axes that no scatter covers."""
+def start_sum(plan: MatmulPlan, mesh: Mesh, operand: Operand, scattered: Pending, *, own: bool = False) -> Pending:
+    """All-reduce over the summed axes that no scatter covers; ``own``: the caller made the tensor, and only the sum reads it."""
     if mesh.size(*plan.sums(operand)) == 1:
         return scattered
     group = mesh.group(*plan.sums(operand))
     if operand != "w" or torch.compiler.is_compiling():
-        return collectives.all_reduce(scattered.wait(), group, async_op=True)
+        return collectives.all_reduce(scattered.wait(), group, async_op=True, own=own)
     with weight_gradients():
-        return collectives.all_reduce(scattered.wait(), group, async_op=True)
+        return collectives.all_reduce(scattered.wait(), group, async_op=True, own=own)
 
 
-def start_leave(plan: MatmulPlan, mesh: Mesh, operand: Operand, partial: Tensor) -> Pending:
-    """Scatter partial sums, then sum over the rest: the operand at rest."""
-    return start_sum(plan, mesh, operand, start_scatter(plan, mesh, operand, partial))
+def start_leave(plan: MatmulPlan, mesh: Mesh, operand: Operand, partial: Tensor, *, own: bool = False) -> Pending:
+    """Scatter partial sums, then sum over the rest: the operand at rest. ``own``: only this reads ``partial``."""
+    return start_sum(plan, mesh, operand, start_scatter(plan, mesh, operand, partial), own=own)
 
 
 def _kept_or_gather(plan: MatmulPlan, mesh: Mesh, operand: Operand, shard: Tensor, whole: Tensor | None) -> Pending:
