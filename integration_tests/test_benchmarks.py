@@ -753,7 +753,7 @@ def test_placements_have_joules_where_power_was_sampled(tmp_path: Path, monkeypa
 
 
 def test_a_plan_is_shown_beside_what_was_taken_of_the_gpu() -> None:
-    """Where allocator and CUDA were asked; results from before have the plan alone."""
+    """Say what allocator and CUDA have taken where they were asked; results from before have the plan alone."""
     plan = dict(seconds=0.5, gpu_bytes=11 * 2**30, out_of_memory=0)
     said = "planned 0.5000 s, 11.0 GiB; never ran out of memory"
     assert hugging_face._expected(plan) == said

@@ -46,7 +46,7 @@ from meshfold.mesh.parameters.square_sums import (
     holders_factor,
     square_sums_of_blocks,
 )
-from meshfold.mesh.parameters.state_bytes import state_bytes
+from meshfold.mesh.parameters.state_bytes import state_bytes, tensors_of_state
 from meshfold.mesh.parameters.tensor_blocks import ShardedBlocks, base_axis, blocks_of, sharded_blocks
 from meshfold.mesh.parameters.weight_writes import (
     RefusingParameter,
@@ -111,6 +111,7 @@ __all__ = [
     "square_sums_of_blocks",
     "state_bytes",
     "state_layout",
+    "tensors_of_state",
     "uncompiled_name",
     "unwatch",
     "values_of",

@@ -59,15 +59,16 @@ def _kept(
                 f"{type(optimizer).__name__} could not be tried out on a parameter of shape {own} without values "
                 f"({type(error).__name__}: {error}), which shows what it keeps"
             ) from error
-    return sum(value.nbytes for value in _tensors(twin.state.get(parameter, {})) if value.numel() > 1)
+    return sum(value.nbytes for value in tensors_of_state(twin.state.get(parameter, {})) if value.numel() > 1)
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
+def tensors_of_state(value: Any) -> Iterator[Tensor]:
+    """Yield all tensors in what an optimizer keeps for a parameter, or in a part of it."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, dict | list | tuple):
         for below in value.values() if isinstance(value, dict) else value:
-            yield from _tensors(below)
+            yield from tensors_of_state(below)
 
 
 class _BlocksOfShapes:

@@ -56,15 +56,6 @@ def unflatten(leaves: Mapping[str, Tensor]) -> dict[str, Any]:
     return {key: _built(value) for key, value in tree.items()}
 
 
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield all tensors in a parameter's state, or in a part of it."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict | list | tuple):
-        for below in value.values() if isinstance(value, dict) else value:
-            yield from tensors_in(below)
-
-
 def moved(value: Any, old: torch.device, new: torch.device) -> Any:
     """Return state on its parameter's device, if it was there before."""
     if isinstance(value, Tensor):

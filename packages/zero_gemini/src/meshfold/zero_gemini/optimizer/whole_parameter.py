@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from meshfold.mesh import ParameterMeta, broadcast
-from meshfold.mesh.parameters import StoredValue
+from meshfold.mesh.parameters import StoredValue, tensors_of_state
 from meshfold.zero_gemini.chunks.chunk import Chunk
 from meshfold.zero_gemini.chunks.placement import ChunkPlacement
 from meshfold.zero_gemini.errors import MemoryPlanError
@@ -293,7 +293,7 @@ class WholeStepper(StepsAtOnce):
         """Return the optimizer's tensors for a chunk's parameters, without numbers."""
         for name in chunk.spec.names:
             if name in self._weights:
-                for value in paths.tensors_in(self.optimizer.state.get(self._weights[name], {})):
+                for value in tensors_of_state(self.optimizer.state.get(self._weights[name], {})):
                     if value.numel() > 1:
                         yield value
 
