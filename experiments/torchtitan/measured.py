@@ -172,7 +172,7 @@ MEASURED = Measured(
         ("tokens", 16, 8192, "of a sequence under FSDP and tensor parallelism"),
         ("rows", 2, 2, "sequences of a rank under FSDP; of all under tensor parallelism"),
         ("context", 16, 32_768, "tokens of a rank where a sequence is split"),
-        ("steps", 1, 2, "that count; two more run before them"),
+        ("steps", 1, 2, "that count; two more run before them, four with compiled blocks"),
     ),
     shown=("layers", "hidden", "tokens", "rows", "context", "steps"),
     run=measure,
