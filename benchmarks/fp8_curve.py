@@ -8,6 +8,10 @@ Two runs in bf16 that differ by rounding alone move apart, too. So bf16 is run a
 down at random (``--controls``: with as many seeds): all else is the same. The distances of these control runs are what chance
 makes of one rounding; the table has them beside the bars.
 
+One run cannot tell distances that are smaller than chance. With ``--repeats N`` each precision is run N times, each time from
+weights rounded in another way, and the verdicts are on the means of all runs. Processes can share the work: each makes some of the
+repeats (``--only 0 4 8``) and writes a file of its own, and ``--report PART.json PART.json --out ALL.json`` puts these together.
+
 A step of 4 × 1,024 tokens is 6 × 0.48 billion × 4,096 + attention = 12.4 TFLOP, 36 ms at 350 TFLOP/s, and about 6 ms of AdamW over
 0.5 billion float32 weights. On one H100 1,000 steps took 83 s in bf16 and 96 s in fp8: with two control runs about six minutes.
 """
@@ -21,7 +25,7 @@ import sys
 import sysconfig
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +34,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that this fil
 import torch
 from torch import Tensor
 
-from benchmarks.common import add_output, check_out, machine, parse_with_tiny, synchronize, write
-from benchmarks.fp8 import BARS
+from benchmarks.common import RESULTS, check_out, machine, parse_with_tiny, synchronize, write
+from benchmarks.fp8_curve_report import BF16, RULES, SIZES, name_of, report, rounding_of
 from benchmarks.power import PowerLog
-from benchmarks.reports import JOULES, joules, mean_power, met, panels, save, table
-from experiments import plotting
 
 TINY = dict(
     hidden=64,
@@ -54,9 +56,6 @@ TINY = dict(
     backend="aot_eager",
     max_bytes=1 << 18,
 )
-SIZES = dict(hidden=1536, heads=12, kv_heads=4, ffn=4096, layers=18, words=16_384, rows=4, length=1024, steps=1000)
-RULES = dict(warmup=100, held=64, window=50, settled=100, max_bytes=1 << 26)
-BF16, CONTROL = "bf16", "bf16 again, weights rounded"
 _LAST = 0.05  # of the text, held out
 _WORD = re.compile(r"[A-Za-z]+| +|.|\n")
 _SKIPPED = ("site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data")
@@ -74,32 +73,79 @@ def main(argv: Sequence[str]) -> int:
         "--controls", type=int, default=2, help="runs in bf16 whose initial weights are rounded at random"
     )
     parser.add_argument("--backend", default="inductor", help="of torch.compile; 'none' compiles nothing")
-    add_output(parser, "fp8_curve")
+    parser.add_argument(
+        "--repeats", type=int, default=1, help="runs of each precision, each from weights rounded in another way"
+    )
+    parser.add_argument("--only", type=int, nargs="+", metavar="REPEAT", help="some of the repeats, counted from 0")
+    parser.add_argument("--out", type=Path, default=RESULTS / "fp8_curve.json")
+    parser.add_argument(
+        "--report", type=Path, nargs="+", help="make table and plot from these JSON files instead of measuring"
+    )
     options = parse_with_tiny(parser, argv, TINY)
+    if options.repeats < 1 or not {*(options.only or ())} <= {*range(options.repeats)}:
+        parser.error(
+            f"--repeats {options.repeats} with --only {options.only}: name repeats from 0 to {options.repeats - 1}"
+        )
     if options.report is not None:
-        report(options.report)
+        if len(options.report) > 1:
+            check_out(options.out)
+            write(options.out, merged(options.report))
+        report(options.out if len(options.report) > 1 else options.report[0])
         return 0
     check_out(options.out)
-    write(options.out, measure(options))
+    for found in measure(options):
+        write(options.out, found)
     report(options.out)
     return 0
 
 
-def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the losses of all runs, with what they were measured on."""
+def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yield the losses of all runs until now, with what they were measured on, after each run."""
     tokens = text(options.words, options.max_bytes)
     split = int((1 - _LAST) * len(tokens))
     batches = [*draw(options, tokens[:split], options.steps, options.rows, seed=0)]
     held = next(draw(options, tokens[split:], 1, options.held, seed=1))
-    runs = {BF16: train(options, BF16, batches, held)}
-    for seed in range(1, options.controls + 1):
-        runs[f"{CONTROL} ({seed})"] = train(options, BF16, batches, held, rounding=seed)
-    for recipe in options.recipe:
-        runs[f"fp8 {recipe}"] = train(
-            options, dict(name="bf16", matmul="fp8", recipe=recipe, keep=("head", "router")), batches, held
-        )
     settings = {name: getattr(options, name) for name in (*SIZES, *RULES, "lr", "backend")}
-    return dict(area="fp8-curve", machine=machine(), settings=settings, text_tokens=len(tokens), runs=runs)
+    about = dict(area="fp8-curve", machine=machine(), settings=settings, text_tokens=len(tokens))
+    runs: dict[str, Any] = {}
+    for name, precision, rounding in planned(options):
+        runs[name] = train(options, precision, batches, held, rounding=rounding)
+        yield about | dict(runs=runs)
+
+
+def planned(options: argparse.Namespace) -> list[tuple[str, object, int]]:
+    """Return name, precision and rounding of each run, in order: pair by pair, and the other controls last."""
+    repeats = range(options.repeats) if options.only is None else options.only
+    controls = range(options.repeats, options.controls + 1) if options.only is None else ()
+    recipes = {
+        f"fp8 {each}": dict(name="bf16", matmul="fp8", recipe=each, keep=("head", "router")) for each in options.recipe
+    }
+    pairs = [(name, precision, seed) for seed in repeats for name, precision in ((BF16, BF16), *recipes.items())]
+    return [
+        (name_of(name, seed), precision, seed)
+        for name, precision, seed in (*pairs, *((BF16, BF16, seed) for seed in controls))
+    ]
+
+
+def merged(paths: Sequence[Path]) -> dict[str, Any]:
+    """Return the runs of several files as of one, in the order of their roundings.
+
+    Raises:
+        Failure: if the files are of other settings, machines or texts, or two have the same run.
+    """
+    from meshfold.cli.arguments import Failure
+
+    parts = [json.loads(path.read_text()) for path in paths]
+    first, runs = parts[0], dict[str, Any]()
+    for path, part in zip(paths, parts, strict=True):
+        for key in ("settings", "machine", "text_tokens"):
+            if part[key] != first[key]:
+                raise Failure(f"--report {path}: has other {key} than {paths[0]}: name files of one measurement")
+        if twice := sorted({*runs} & {*part["runs"]}):
+            raise Failure(f"--report {path}: run '{twice[0]}' is in a file before it, too: name each part once")
+        runs |= part["runs"]
+    order = sorted(runs, key=lambda name: (not name.startswith(BF16), name.partition(" again")[0], rounding_of(name)))
+    return {**first, "runs": {name: runs[name] for name in order}}
 
 
 def text(words: int, max_bytes: int) -> Tensor:
@@ -194,137 +240,6 @@ def train(
             layers=str(engine.fp8_layers),
             parameters=config.num_parameters(),
         )
-
-
-def means(losses: Sequence[float], settings: Mapping[str, Any]) -> list[float]:
-    """Return the mean loss of each window of steps, from the first step on; steps beyond the last whole window are left out."""
-    window = settings["window"]
-    return [sum(losses[at : at + window]) / window for at in range(0, len(losses) - window + 1, window)]
-
-
-def distances(run: Mapping[str, Any], bf16: Mapping[str, Any], settings: Mapping[str, Any]) -> tuple[float, float, int]:
-    """Return how far a run is from bf16's, relative to it: in the final loss, in the worst window, and where that begins.
-
-    Windows that begin in the first ``settled`` steps do not count. A loss that is not finite is infinitely far.
-    """
-    worst, at = 0.0, settings["settled"]
-    for number, (one, other) in enumerate(
-        zip(means(run["losses"], settings), means(bf16["losses"], settings), strict=True)
-    ):
-        if number * settings["window"] >= settings["settled"] and not _apart(one, other) <= worst:
-            worst, at = _apart(one, other), number * settings["window"]
-    return _apart(run["final"], bf16["final"]), worst, at
-
-
-def bias(run: Mapping[str, Any], bf16: Mapping[str, Any], settings: Mapping[str, Any]) -> float:
-    """Return the mean loss after the first ``settled`` steps, relative to bf16's, with its sign: chance mostly cancels in it."""
-    settled = settings["settled"]
-    one, other = (sum(each["losses"][settled:]) for each in (run, bf16))
-    return float(one / other - 1.0)
-
-
-def _apart(one: float, other: float) -> float:
-    found = abs(one / other - 1.0)
-    return found if found == found else float("inf")
-
-
-def report(path: Path) -> None:
-    """Write the table and the plot beside a result, and print the table."""
-    found = json.loads(path.read_text())
-    settings, runs = found["settings"], found["runs"]
-    bf16 = runs[BF16]
-    rows, lines = [], []
-    controls = [distances(run, bf16, settings) for name, run in runs.items() if name.startswith(CONTROL)]
-    judged = all(settings[name] == value for name, value in {**SIZES, **RULES}.items())
-    sampled, tokens = any("watts" in run for run in runs.values()), settings["rows"] * settings["length"]
-    for name, run in runs.items():
-        power = joules(mean_power([run]), run["step_ms"] / 1e3, tokens) if sampled else ()
-        final, worst, step = distances(run, bf16, settings)
-        cells = [f"{run['losses'][0]:.3f}", f"{means(run['losses'], settings)[-1]:.4f}", f"{run['final']:.4f}"]
-        apart = (
-            ["–"] * 3
-            if run is bf16
-            else [f"{final:.2%}", f"{worst:.2%} at {step:,}", f"{bias(run, bf16, settings):+.2%}"]
-        )
-        rows.append((name, *cells, *apart, f"{run['step_ms']:.1f}", f"{run['seconds']:.0f}", *power))
-        if name != BF16 and not name.startswith(CONTROL) and judged:
-            for number, (bar, value) in enumerate((("final", final), ("means", worst))):
-                what = BARS[bar].what.format(name=name, step=step)
-                chance = f"; bf16 again: {max(each[number] for each in controls):.2%}" if controls else ""
-                lines.append(f"- {what}: {value:.2%} (bar {BARS[bar].most:.1%}{chance}): {met(BARS[bar].met(value))}")
-    window = settings["window"]
-    head = (
-        "run",
-        "loss of the first step",
-        f"mean of the last {window}",
-        "held-out text",
-        "its distance",
-        f"worst mean of {window}",
-        "mean of all",
-        "ms a step",
-        "seconds",
-        *(JOULES if sampled else ()),
-    )
-    lines = [
-        f"Measured on: {', '.join(f'{key} {value}' for key, value in found['machine'].items() if value is not None)}.",
-        "",
-        f"A Llama of {bf16['parameters'] / 1e6:,.3g} million parameters ({settings['layers']} layers, hidden "
-        f"{settings['hidden']:,}, ffn {settings['ffn']:,}), {settings['steps']:,} steps of {settings['rows']} × "
-        f"{settings['length']:,} tokens of {found['text_tokens']:,}, AdamW at {settings['lr']:g}, compiled by "
-        f"{settings['backend']}. Distances are relative to bf16; the first {settings['settled']} steps do not count in them.",
-        *(
-            [
-                "",
-                "Runs called *again* are in bf16, too, from the same weights rounded to bf16 at random, on the same batches: what "
-                "chance makes of one rounding. *Mean of all*: of all losses that count, with its sign.",
-            ]
-            if controls
-            else []
-        ),
-        "",
-        *table(head, rows),
-        "",
-        *lines,
-    ]
-    print("\n".join(lines))
-    try:
-        figure = draw_curves(runs, settings)
-    except ImportError:
-        print("no plot: matplotlib is missing; pip install 'meshfold[plot]'", file=sys.stderr)
-        path.with_suffix(".md").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    else:
-        save(figure, lines, path)
-
-
-def draw_curves(runs: Mapping[str, Any], settings: Mapping[str, Any]) -> Any:
-    """Draw the mean loss of each window, and below it each run's distance from bf16, in percent.
-
-    Raises:
-        ImportError: without matplotlib.
-    """
-    height = 2.6
-    figure, (top, bottom) = panels(2, 1, 2 * height, sharex=True)
-    colours = iter((plotting.BLUE, plotting.GREEN, plotting.RED, plotting.PURPLE))
-    wanted = means(runs[BF16]["losses"], settings)
-    steps = [settings["window"] * (number + 1) for number in range(len(wanted))]
-    ends = []
-    for name, run in runs.items():
-        found = means(run["losses"], settings)
-        colour = plotting.GREY if name.startswith(BF16) else next(colours)
-        top[0].plot(steps, found, color=colour)
-        if not name.startswith(CONTROL):
-            ends.append((found[-1], name, colour))
-        if name != BF16:
-            bottom[0].plot(
-                steps, [100 * (one / other - 1) for one, other in zip(found, wanted, strict=True)], color=colour
-            )
-    for bound in (-100 * BARS["means"].most, 100 * BARS["means"].most):
-        bottom[0].axhline(bound, linestyle=":", color=plotting.RED)
-    bottom[0].axvline(settings["settled"], linestyle=":", color=plotting.GREY)
-    top[0].set(title=f"Mean loss of {settings['window']} steps")
-    bottom[0].set(title="Distance from bf16 in percent; grey: bf16 again; red: the bar", xlabel="step")
-    plotting.name_lines(top[0], height, ends)
-    return figure
 
 
 if __name__ == "__main__":

@@ -22,7 +22,8 @@ from torch import Tensor
 from benchmarks import common, decode_report, reports, timed_training
 from benchmarks.decode import errors_of, reason_of
 from benchmarks.exact_forward import in_float32
-from benchmarks.fp8_curve import bias, distances, rounded
+from benchmarks.fp8_curve import rounded
+from benchmarks.fp8_curve_report import Pairs, average, bias, distances, pairs_of, verdict_on
 from benchmarks.hugging_face import run as hugging_face
 from benchmarks.power import PowerLog, parse
 from benchmarks.tensor_parallel import report as tensor_parallel_report
@@ -524,6 +525,44 @@ def test_a_loss_curve_in_fp8_is_measured_without_a_gpu(tmp_path: Path) -> None:
     table = out.with_suffix(".md").read_text()
     assert "| seconds | J a step | J a token | W | MHz |" in table and "| 500 | 1500 |" in table
     assert out.with_suffix(".png").stat().st_size > 10_000
+
+
+def test_loss_curves_of_several_runs_are_made_in_parts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--tiny", "--backend", "none", "--steps", "12", "--warmup", "2", "--window", "4", "--settled", "4"]
+    parts, out = [tmp_path / "0.json", tmp_path / "1.json"], tmp_path / "all.json"
+    for number, part in enumerate(parts):
+        repeats = ["--repeats", "3", "--only", *(["0", "2"] if number == 0 else ["1"])]
+        assert main(["bench", "fp8-curve", *words, *repeats, "--out", str(part)]) == 0
+    assert "has no run 'bf16' from weights as they are" in capsys.readouterr().out
+    assert main(["bench", "fp8-curve", "--report", *map(str, parts), "--out", str(out)]) == 0
+    found = json.loads(out.read_text())
+    again = [" again, weights rounded (1)", " again, weights rounded (2)"]
+    assert [*found["runs"]] == [name + each for name in ("bf16", "fp8 rowwise") for each in ("", *again)]
+    (pairs,) = pairs_of(found["runs"], found["settings"])
+    assert pairs.count == 3 and 0 < pairs.errors[1] < 0.01
+    assert found["runs"]["fp8 rowwise"]["losses"] != found["runs"]["fp8 rowwise" + again[0]]["losses"]
+    table = out.with_suffix(".md").read_text()
+    assert "| fp8 rowwise | 3 |" in table and f"| fp8 rowwise{again[1]} |" in table and "bar" not in table
+    assert main(["bench", "fp8-curve", "--report", *map(str, [*parts, parts[1]]), "--out", str(out)]) == 2
+    assert "run 'bf16 again, weights rounded (1)' is in a file before it" in capsys.readouterr().err
+    parts[1].write_text(json.dumps(json.loads(parts[1].read_text()) | dict(text_tokens=1)))
+    assert main(["bench", "fp8-curve", "--report", *map(str, parts), "--out", str(out)]) == 2
+    assert "has other text_tokens than" in capsys.readouterr().err
+
+
+def test_mean_curves_of_pairs_and_their_standard_errors() -> None:
+    settings = dict(window=2, settled=2)
+    bf16 = [dict(losses=[9.0, 9.0, low, low, 2.0, 2.0], final=2.0) for low in (3.9, 4.1)]
+    fp8 = [dict(losses=[5.0, 5.0, low, low, 2.0, 2.0], final=2.0) for low in (4.0, 4.2)]
+    found = Pairs("fp8", fp8, bf16, settings)
+    assert average(bf16)["losses"] == pytest.approx([9.0, 9.0, 4.0, 4.0, 2.0, 2.0])
+    assert found.worst == pytest.approx(0.1 / 4.0) and found.step == 2 and found.final == 0.0
+    assert found.errors == pytest.approx((0.0, 0.0, 0.0), abs=1e-12)  # both pairs are as far apart
+    found = Pairs("fp8", fp8[::-1], bf16, settings)  # 0.3 and -0.1 apart: 0.1 ± 0.2
+    assert found.worst == pytest.approx(0.1 / 4.0) and found.errors[1] == pytest.approx(0.2 / 4.0)
+    assert verdict_on("means", 0.003, 0.0005) == "met" and verdict_on("means", 0.007, 0.0005) == "**not met**"
+    assert verdict_on("means", 0.0045, 0.001) == "met, but within two standard errors of the bar: more runs can tell"
+    assert verdict_on("means", float("inf"), float("nan")).startswith("**not met**")
 
 
 def test_weights_are_rounded_up_or_down_by_chance() -> None:
