@@ -34,12 +34,13 @@ class MoE(GPT):
         sigmoid: bool = False,
         shared: int | None = 12,
         layers: int = 2,
+        capacity: float | None = None,
     ) -> None:
         super().__init__(GPTConfig(vocab_size=VOCABULARY, hidden=HIDDEN, layers=layers, heads=4, max_positions=16))
         self.factor = factor
         for block in self.blocks:
             router: Any = SigmoidRouter(HIDDEN, EXPERTS, 2) if starved or sigmoid else "softmax"
-            block.mlp = MixtureOfExperts(HIDDEN, 10, EXPERTS, 2, router=router, shared=shared)
+            block.mlp = MixtureOfExperts(HIDDEN, 10, EXPERTS, 2, router=router, shared=shared, capacity=capacity)
             if starved:  # nothing goes to the second half of the experts, nor to the first of them
                 block.mlp.router.selection_bias[EXPERTS // 2 :] = -100.0
                 block.mlp.router.selection_bias[0] = -100.0
@@ -74,6 +75,7 @@ MODELS: dict[str, Callable[[], MoE]] = {
     "unbalanced": partial(MoE, factor=0.0),
     "unbalanced starved": partial(MoE, factor=0.0, starved=True),
     "biased": partial(MoE, factor=0.0, sigmoid=True),
+    "dropping": partial(MoE, capacity=0.7),
     "deep": partial(MoE, layers=4, shared=None),
     "deep starved": partial(MoE, layers=4, starved=True),
     "last dense": LastDense,

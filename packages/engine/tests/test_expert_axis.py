@@ -61,6 +61,18 @@ def test_logits_losses_norms_and_gradients_are_serial(count: int, model: str, pa
     assert_same(on_ranks(count, parallel, model), serial(model), parallel)
 
 
+@pytest.mark.parametrize("how", [dict(size=4, exchange="all_gather"), dict(size=2, tensor=2)], ids=str)
+def test_ranks_that_share_all_experts_drop_the_tokens_of_one_process(how: dict[str, Any]) -> None:
+    """Logits aside: every rank of a prediction has the whole batch, whose tokens a capacity then counts several times."""
+    parallel = dict(data=4, expert=how, zero=zero(2))
+    found, wanted = (
+        (numbers, {name: value for name, value in state.items() if "logits" not in name})
+        for numbers, state in (on_ranks(4, parallel, "dropping"), serial("dropping"))
+    )
+    assert wanted[0] != serial("plain")[0]
+    assert_same(found, wanted, parallel)
+
+
 def products() -> list[Case]:
     """Every combination; experts over 8 ranks in two stages take 16."""
     found: list[Case] = []

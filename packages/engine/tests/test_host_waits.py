@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshfold.engine import Engine
+from meshfold.experts import Experts
 from meshfold.mesh.testing import ranks
 from meshfold.models import GPT, GPTConfig, Llama, MoELlamaConfig
 
@@ -103,6 +104,27 @@ def test_a_mixture_of_experts(spec: str) -> None:
         dict(**SPECS[spec], expert=dict(size=2)),
         optimizer=dict(name="adamw", lr=0.01),
         clip_grad_norm=1.0,
+    )
+    found = waits(engine, torch.randint(32, (4, 8)))
+    assert not found, "\n".join(found)
+
+
+def with_capacity() -> nn.Module:
+    """A mixture that drops tokens, so that rows of experts are bounded."""
+    config = MoELlamaConfig(vocab_size=32, hidden=16, layers=2, heads=2, ffn=16, experts=8, top_k=4)
+    model = Llama(config)
+    for module in model.modules():
+        if isinstance(module, Experts):
+            module.capacity = 1.25
+    return model
+
+
+@ranks(4)
+def test_a_mixture_with_a_capacity_on_more_than_two_ranks() -> None:
+    """Its default is the exchange without a wait, and the tokens that are dropped are the device's secret too."""
+    torch.manual_seed(0)
+    engine = Engine(
+        with_capacity, dict(data=4, expert=dict(size=4)), optimizer=dict(name="adamw", lr=0.01), clip_grad_norm=1.0
     )
     found = waits(engine, torch.randint(32, (4, 8)))
     assert not found, "\n".join(found)

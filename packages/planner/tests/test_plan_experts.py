@@ -12,6 +12,7 @@ import torch
 
 from meshfold.engine import Engine
 from meshfold.engine.zero.states import ZeroStates
+from meshfold.experts import Experts
 from meshfold.mesh import ParallelSpec, record
 from meshfold.mesh.model_io import LiveBytes
 from meshfold.mesh.testing import run_on_ranks
@@ -94,25 +95,49 @@ def test_an_all_gather_of_tokens_is_counted_with_the_room_that_it_takes() -> Non
     assert everyone.memory.activations > some.memory.activations
 
 
-def test_room_for_all_rows_is_why_four_ranks_send_to_some() -> None:
-    """With many experts a token an all-gather sends little more than the default, but keeps much more for backward."""
+def on_four(exchange: str, capacity: float | None = None) -> Estimate:
+    """Plan a model of 16 experts, 8 of them a token."""
 
     def model() -> Llama:
         sizes: dict[str, Any] = dict(vocab_size=64, hidden=64, layers=2, heads=4, ffn=96, experts=16)
-        return Llama(MoELlamaConfig(**sizes, top_k=8, balance=0.0))
+        made = Llama(MoELlamaConfig(**sizes, top_k=8, balance=0.0))
+        for module in made.modules():
+            if isinstance(module, Experts):
+                module.capacity = capacity
+        return made
 
-    plans = []
-    for how in ("all_to_all", "all_gather", "auto"):
-        spec = ParallelSpec.parse(dict(data=4, expert=dict(size=4, exchange=how))).with_world_size(4)
-        plans.append(estimate(model, spec, batch_size=8, seq_len=256, kernels="off"))
-    sent = [
-        sum(t.bytes for t in plan.traffic if t.kind in ("exchange_rows", "all_to_all", "all_gather")) for plan in plans
-    ]
-    some, _, chosen = plans
-    assert sent[1] < 1.34 * sent[0]
-    kept = [plan.memory.activations - WORKSPACE_BYTES for plan in plans]
-    assert kept[1] > 2 * kept[0]
+    spec = ParallelSpec.parse(dict(data=4, expert=dict(size=4, exchange=exchange))).with_world_size(4)
+    return estimate(model, spec, batch_size=8, seq_len=256, kernels="off")
+
+
+def sent_and_kept(plan: Estimate) -> tuple[float, int]:
+    kinds = ("exchange_rows", "all_to_all", "all_gather")
+    return sum(t.bytes for t in plan.traffic if t.kind in kinds), plan.memory.activations - WORKSPACE_BYTES
+
+
+def test_room_for_all_rows_is_why_four_ranks_send_to_some() -> None:
+    """With many experts a token an all-gather sends little more than the default, but keeps much more for backward."""
+    some, everyone, chosen = (on_four(how) for how in ("all_to_all", "all_gather", "auto"))
+    (sent, kept), (sent_to_all, kept_of_all) = map(sent_and_kept, (some, everyone))
+    assert sent_to_all < 1.34 * sent and kept_of_all > 2 * kept
     assert chosen.memory == some.memory and chosen.traffic == some.traffic
+
+
+def test_with_a_capacity_four_ranks_send_to_all() -> None:
+    """The room of rows is then 1.25 times what evenly used experts get, not four times; half a capacity halves rows and FLOP."""
+    some, everyone, chosen = (on_four(how, 1.25) for how in ("all_to_all", "all_gather", "auto"))
+    (sent, kept), (sent_to_all, kept_of_all) = map(sent_and_kept, (some, everyone))
+    assert sent_to_all < 1.34 * sent and kept_of_all < 1.35 * kept
+    assert chosen.memory == everyone.memory and chosen.traffic == everyone.traffic != some.traffic
+    dropless = on_four("all_to_all")
+    assert dropless.flops == pytest.approx(some.flops, rel=1e-6) == pytest.approx(everyone.flops, rel=1e-6)
+    for how in ("all_to_all", "all_gather"):
+        half = on_four(how, 0.5)
+        assert dropless.flops - half.flops == pytest.approx(
+            on_four(how, 0.75).flops - on_four(how, 0.25).flops, rel=0.01
+        )
+        assert half.flops < 0.8 * dropless.flops
+    assert sent_and_kept(on_four("all_to_all", 0.25))[0] < 0.7 * sent
 
 
 def test_seconds_count_the_way_to_the_experts() -> None:

@@ -8,7 +8,8 @@ exchanges (:mod:`meshfold.experts.ways`):
 - all-to-all: only rows that a rank works on are sent. Their counts are exchanged first, in one small all-to-all that the host waits
   for.
 - all-gather: all tokens go to all ranks, so the host knows all sizes without waiting for the device. Rows of experts are counted on
-  the device only; the host allocates the largest number possible. :func:`chosen_exchange` says when that is cheap.
+  the device only; the host allocates the largest number possible, which a capacity bounds. :func:`chosen_exchange` says when that
+  is cheap.
 
 Ranks may also share each expert: its inner dim is split over neighbouring ranks. A token goes to all of them. Each returns a
 partial sum of the output, and these are added together with everything else that comes back.
@@ -18,7 +19,6 @@ Gradients are exact for the sum of the ranks' losses: an expert's parameters sum
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -26,12 +26,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from meshfold.experts.capacity import chance_missed, check_capacity, kept_share, most_rows, within_capacity
 from meshfold.experts.counting import rank_places
 from meshfold.experts.exchange import Exchange, send_back, send_routing
 from meshfold.experts.expert_rows import ExpertRows, RowSource, Run
 from meshfold.experts.ways import ToAll, ToSome, Way
 from meshfold.kernels import expert_places, pairs_of, sum_rows, take_rows, take_weighted_rows
-from meshfold.mesh import Group, SpecError, all_gather, all_to_all
+from meshfold.mesh import Group, SpecError, all_to_all
 from meshfold.mesh.processes import is_simulated, start_largest
 from meshfold.mesh.spec import EXCHANGES
 
@@ -74,7 +75,7 @@ def dispatch(
         meanwhile: called once during the exchange, such as a shared expert; its backward also overlaps with the exchange's.
 
     Raises:
-        SpecError: if the ranks do not divide the experts, or for another exchange.
+        SpecError: if the ranks do not divide the experts, for another exchange, or for a capacity that is no positive number.
         ValueError: if the shapes do not fit, or ``sharing`` does not divide the ranks.
     """
     if tokens.dim() != 2 or index.dim() != 2 or index.shape != weights.shape or index.shape[0] != tokens.shape[0]:
@@ -87,25 +88,28 @@ def dispatch(
         raise ValueError(
             f"{ranks} ranks, of which {sharing} share each expert: the first number must be a multiple of the second"
         )
-    how = chosen_exchange(exchange, blocks=ranks // sharing, top_k=index.shape[1])
+    check_capacity(capacity)
+    how = chosen_exchange(exchange, blocks=ranks // sharing, top_k=index.shape[1], capacity=capacity)
     y: Tensor = _in_eager_code(
         tokens, index, weights, run, experts, group, sharing, weighs, fp8, capacity, how, meanwhile
     )
     return y
 
 
-def chosen_exchange(exchange: str, *, blocks: int, top_k: int) -> str:
+def chosen_exchange(exchange: str, *, blocks: int, top_k: int, capacity: float | None = None) -> str:
     """Return ``"all_to_all"`` or ``"all_gather"`` for an exchange that may be ``"auto"``.
 
     ``"auto"`` is an all-gather if two conditions hold. Ranks work on most of its rows: 1 - (1 - 1/blocks)^k of them for random
-    experts. The largest number of rows that experts may get is not much more than the expected one: ``blocks`` times as many.
-    The second decides on more than two ranks. With 8 experts a token and four ranks an all-gather sends a tenth more, but rows
-    between the experts' products, which backward keeps, take four times the memory.
+    experts. The largest number of rows that experts may get is at most twice the expected one. It is ``blocks`` times as many, or
+    with a capacity ``capacity`` times, so without one the second condition decides on more than two ranks. With 8 experts a token
+    and four ranks an all-gather sends a tenth more, but rows between the experts' products, which backward keeps, take four times
+    the memory.
 
     Args:
         exchange: one of ``EXCHANGES``.
         blocks: how many ranks have different experts.
         top_k: experts of a token.
+        capacity: of the experts; None for no limit.
 
     Raises:
         SpecError: for another word.
@@ -114,8 +118,9 @@ def chosen_exchange(exchange: str, *, blocks: int, top_k: int) -> str:
         raise SpecError(f"exchange={exchange!r}: write one of {', '.join(map(repr, EXCHANGES))}")
     if exchange != "auto":
         return exchange
-    used = 1 - (1 - 1 / blocks) ** top_k
-    return "all_gather" if used >= USED and blocks <= ROOM else "all_to_all"
+    used = 1 - (1 - kept_share(capacity) / blocks) ** top_k
+    room = blocks if capacity is None else min(blocks, capacity)
+    return "all_gather" if used >= USED and room <= ROOM else "all_to_all"
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # sizes are known on the host alone, and Inductor of torch 2.11 fails on grouped matmuls
@@ -141,9 +146,10 @@ def _in_eager_code(
     if group is None or ranks == 1:
         if meanwhile is not None:
             meanwhile()
-        return _here(tokens, index, weights, run, weighs, experts, index.numel(), None)
+        rows = most_rows(index.numel(), experts, experts, capacity)
+        return _here(tokens, index, weights, run, weighs, experts, rows, None)
     leave = _to_all if exchange == "all_gather" else _to_some
-    trip = leave(tokens, index, weights, experts_each, group, sharing)
+    trip = leave(tokens, index, weights, experts_each, group, sharing, capacity)
     travelling = Exchange(trip.way, fp8=fp8)
     started = travelling.start(trip.tokens)
     arrived, numbers = send_routing(trip.weights, trip.numbers, trip.way)
@@ -187,10 +193,18 @@ class _Trip:
     home: Callable[[Tensor], Tensor]
 
 
-def _to_some(tokens: Tensor, index: Tensor, weights: Tensor, experts_each: int, group: Group, sharing: int) -> _Trip:
-    """Send each rank the tokens that it works on."""
+def _to_some(
+    tokens: Tensor,
+    index: Tensor,
+    weights: Tensor,
+    experts_each: int,
+    group: Group,
+    sharing: int,
+    capacity: float | None,
+) -> _Trip:
+    """Send each rank the tokens that it works on; the index is within the capacity."""
     places, outgoing = rank_places(index, experts_each, group.size, sharing)
-    sends, receives, counts = _sizes(index, outgoing, experts_each, group, sharing)
+    sends, receives, counts = _sizes(index, outgoing, experts_each, group, sharing, capacity)
     pairs = pairs_of(places, sum(sends))
     # Numbered from the first expert of the rank that receives them.
     numbers = index.index_select(0, pairs // group.size) - (pairs % group.size // sharing * experts_each).unsqueeze(1)
@@ -206,8 +220,19 @@ def _to_some(tokens: Tensor, index: Tensor, weights: Tensor, experts_each: int, 
     )
 
 
-def _to_all(tokens: Tensor, index: Tensor, weights: Tensor, experts_each: int, group: Group, sharing: int) -> _Trip:
-    """Send all tokens to all ranks; a rank with fewer pads them with tokens of no expert. The host does not wait for the device."""
+def _to_all(
+    tokens: Tensor,
+    index: Tensor,
+    weights: Tensor,
+    experts_each: int,
+    group: Group,
+    sharing: int,
+    capacity: float | None,
+) -> _Trip:
+    """Send all tokens to all ranks; a rank with fewer pads them with tokens of no expert. The host does not wait for the device.
+
+    Padded tokens are at least the real ones, so the room for them that a capacity leaves is enough for these.
+    """
     most = start_largest(tokens.shape[0], group)
     own, each = index.shape
     blocks = group.size // sharing
@@ -219,14 +244,15 @@ def _to_all(tokens: Tensor, index: Tensor, weights: Tensor, experts_each: int, g
         numbers = F.pad(numbers, (0, 0, 0, more), value=-1)
     way = ToAll(group=group, rows=rows)
     pairs = way.arriving * each
+    room = most_rows(pairs, experts_each * blocks, experts_each, capacity)
     return _Trip(
         way=way,
         tokens=tokens,
         weights=weights,
         numbers=numbers,
         first=group.index // sharing * experts_each,
-        most=pairs,
-        counts=_evenly(pairs // blocks, experts_each) if index.is_meta else None,
+        most=room,
+        counts=_evenly(min(room, pairs // blocks), experts_each) if index.is_meta else None,
         home=lambda sums: sums[:own] if more else sums,
     )
 
@@ -244,30 +270,6 @@ def experts_of_each(experts: int, ranks: int) -> int:
             f"size that divides {experts}: {', '.join(map(str, fitting))}"
         )
     return experts // ranks
-
-
-def within_capacity(index: Tensor, experts: int, capacity: float, group: Group | None) -> Tensor:
-    """Return the index with -1 for tokens over the capacity of their expert: ``[n, k] -> [n, k]``.
-
-    Pairs are counted in the order of the ranks, then of the tokens. Costs one all-gather of ``experts + 1`` numbers.
-
-    Raises:
-        SpecError: unless the capacity is a positive number.
-    """
-    if not (isinstance(capacity, int | float) and math.isfinite(capacity) and capacity > 0):
-        raise SpecError(f"capacity={capacity!r}: write a positive number, such as 1.25, or None for no limit")
-    places, _, ends = expert_places(index, experts)
-    counts = ends.long().diff(prepend=ends.new_zeros(1).long())
-    mine = torch.cat([counts, torch.full_like(counts[:1], index.shape[0])])
-    everyone = mine.unsqueeze(0) if group is None else all_gather(mine.unsqueeze(0), group, 0)
-    earlier = everyone[: 0 if group is None else group.index].sum(0)[:experts]
-    total = everyone[:, experts].sum() * index.shape[1]
-    most = torch.ceil(total.double() * capacity / experts).long()
-    starts = counts.cumsum(0) - counts
-    shift = torch.cat([earlier - starts, earlier.new_zeros(1)])
-    bins = torch.where(places < 0, experts, index).long()
-    position = places + shift[bins]
-    return torch.where((places >= 0) & (position < most), index, -1)
 
 
 def _here(
@@ -305,7 +307,7 @@ def _here(
 
 
 def _sizes(
-    index: Tensor, outgoing: Tensor, experts_each: int, group: Group, sharing: int
+    index: Tensor, outgoing: Tensor, experts_each: int, group: Group, sharing: int, capacity: float | None
 ) -> tuple[list[int], list[int], list[int]]:
     """Exchange sizes: rows to each rank, rows from each, pairs of each local expert. Only this makes the host wait.
 
@@ -326,9 +328,9 @@ def _sizes(
     found = torch.cat([outgoing, incoming[:, 0], incoming[:, 1:].sum(0)])
     if index.is_meta:
         tokens, each = index.shape
-        missed = math.comb(experts - experts_each, each) / math.comb(experts, each)
+        missed = chance_missed(experts, experts_each, each, capacity)
         rows = [round(tokens * (1 - missed))] * group.size
-        return rows, rows, _evenly(tokens * each * sharing, experts_each)
+        return rows, rows, _evenly(round(tokens * each * sharing * kept_share(capacity)), experts_each)
     numbers = found.tolist()
     return numbers[: group.size], numbers[group.size : 2 * group.size], numbers[2 * group.size :]
 
