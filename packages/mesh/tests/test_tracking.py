@@ -304,6 +304,8 @@ class Halves:
     def begin(self, found: Tracker, model: nn.Module, given: Any) -> None:
         found.mark(given["0"], (block(4, ("p",)), *whole_dims(given["0"].shape[1:])))
 
+    def made_later(self, tracker: Tracker, module: nn.Module, given: Tensor, shape: tuple[int, ...]) -> None: ...
+
     def communicates(self, module: nn.Module) -> bool:
         return False
 

@@ -64,6 +64,9 @@ class ShardedSequenceLayout:
         """Return False: this layout knows no such module."""
         return False
 
+    def made_later(self, found: Tracker, module: nn.Module, given: Tensor, shape: tuple[int, ...]) -> None:
+        """Never called: no module of a model communicates."""
+
     def communicates(self, module: nn.Module) -> bool:
         """Return True if a module is a loss that knows that its labels are sharded."""
         return bool(getattr(module, "causal_lm_loss", False))

@@ -146,9 +146,6 @@ class Head:
             return False
         if x.ndim < 2 or is_autocast(x):
             return False
-        watched = watcher()
-        if watched is not None and (self._deferrable is not None or not watched.lets_wait(x)):
-            return False
         if self._deferrable is not None and not self._deferrable.defers_logits():
             return False
         return self._always or math.prod(self.shape(x)) >= WORTHWHILE
@@ -170,9 +167,22 @@ class Head:
         """Tell whether the layer's weight has a gradient."""
         return bool(self._layer.weight.requires_grad)
 
-    def stand_in(self, x: Tensor) -> LazyLogits:
-        """Return the logits of ``x``, which are computed when they are needed."""
-        return LazyLogits.make(self, x, self.shape(x), self._layer.weight.dtype, ())
+    @property
+    def is_followed(self) -> bool:
+        """True while a mode looks at what is done with the logits of a layer that is split over ranks: their loss may be wrong."""
+        watched = None if self._deferrable is None else watcher()
+        return watched is not None and not watched.is_off
+
+    @property
+    def marks_logits(self) -> bool:
+        """Tell whether the layer's own hooks say how its logits lie."""
+        return self._deferrable is not None
+
+    def stand_in(self, x: Tensor) -> LazyLogits | None:
+        """Return the logits of ``x``, which are computed when they are needed; None if they must be computed at once."""
+        shape, watched = self.shape(x), watcher()
+        layout = () if watched is None else watched.layout_later(self._layer, x, shape)
+        return None if layout is None else LazyLogits.make(self, x, shape, self._layer.weight.dtype, (), layout)
 
     def logits(self, x: Tensor) -> Tensor:
         """Return what the layer makes of ``x``."""
@@ -201,8 +211,8 @@ def _deferring(kind: type[nn.Module]) -> type:
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         head: Head = self.__dict__[_CALL]
-        if len(args) == 1 and not kwargs and head.waits(args[0]):
-            return head.stand_in(args[0])
+        if len(args) == 1 and not kwargs and head.waits(args[0]) and (found := head.stand_in(args[0])) is not None:
+            return found
         return kind.__call__(self, *args, **kwargs)
 
     def forward(self: Any, input: Tensor) -> Tensor:

@@ -37,13 +37,19 @@ class LazyLogits(Tensor):
     rows: Tensor  # ``... k``: the head's input
     made_in: int  # number of the head's context
     changes: tuple[Change, ...]  # elementwise changes of the head's output, in order
+    tracked_dims: tuple[Any, ...]  # of the head's output, for the mode that looked at its call; empty: as the rows
     waits_for_loss = True  # for modes that look at tensors: there is no memory to look at
     finish: tuple[Callable[[Tensor], Tensor], ...]  # applied after the changes, when the values are read
     _computed: Tensor | None
 
     @staticmethod
     def make(
-        head: Head, rows: Tensor, shape: tuple[int, ...], dtype: torch.dtype, changes: tuple[Change, ...]
+        head: Head,
+        rows: Tensor,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        changes: tuple[Change, ...],
+        tracked_dims: tuple[Any, ...],
     ) -> LazyLogits:
         """Return the logits of rows ``... k`` as ``... v``."""
         made: LazyLogits = torch.Tensor._make_wrapper_subclass(
@@ -54,7 +60,7 @@ class LazyLogits(Tensor):
             requires_grad=torch.is_grad_enabled() and (rows.requires_grad or head.trains),
         )
         made.head, made.rows, made.changes, made.finish, made._computed = head, rows, changes, (), None
-        made.made_in = head.closed
+        made.made_in, made.tracked_dims = head.closed, tracked_dims
         return made
 
     def values(self) -> Tensor:
@@ -72,7 +78,7 @@ class LazyLogits(Tensor):
 
     def _logits(self) -> Tensor:
         watched, rows = watcher(), self.rows
-        if watched is None:
+        if watched is None or self.head.marks_logits:
             return self.head.logits(rows)
         return watched.logits_of(rows, self.shape[-1], lambda: self.head.logits(rows))
 
@@ -113,7 +119,7 @@ class LazyLogits(Tensor):
     def _like(
         self, rows: Tensor, shape: tuple[int, ...], dtype: torch.dtype, changes: tuple[Change, ...]
     ) -> LazyLogits:
-        made = LazyLogits.make(self.head, rows, shape, dtype, changes)
+        made = LazyLogits.make(self.head, rows, shape, dtype, changes, self.tracked_dims)
         made.made_in = self.made_in
         return made
 
@@ -378,7 +384,7 @@ def _cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Tensor | None:
-    if weight is not None or size_average is not None or reduce is not None:
+    if weight is not None or size_average is not None or reduce is not None or input.head.is_followed:
         return None
     if input.ndim != 2 or target.ndim != 1 or target.is_floating_point():
         return None

@@ -118,8 +118,12 @@ class Watcher(Protocol):
 
     wants_own_operations: bool
 
-    def lets_wait(self, x: Tensor) -> bool:
-        """Return True if the logits of rows ``... k`` may wait for their loss all the same."""
+    @property
+    def is_off(self) -> bool:
+        """True while it looks at no operations."""
+
+    def layout_later(self, head: nn.Module, x: Tensor, shape: tuple[int, ...]) -> tuple[Any, ...] | None:
+        """Return how the logits of a shape lie that a head will make of ``x``; None: they must not wait for their loss."""
 
     def logits_of(self, rows: Tensor, words: int, run: Callable[[], Tensor]) -> Tensor:
         """Return the logits ``... v`` that ``run`` computes of rows ``... k``."""

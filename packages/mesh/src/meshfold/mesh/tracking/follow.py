@@ -98,15 +98,17 @@ class Tracker(TorchDispatchMode):
         remedy: Callable[[tuple[str, ...]], str] = lambda axes: "",
         parameter_dims: Callable[[Tensor], Dims | None] = lambda parameter: None,
         reads_shapes: Callable[[nn.Module], bool] = lambda module: False,
+        made_later: Callable[[nn.Module, Tensor, tuple[int, ...]], Dims | None] = lambda module, x, shape: None,
     ) -> None:
         """Args:
         module, remedy: see above.
         parameter_dims: returns the layout of a parameter that is sharded; None for one that is whole.
         reads_shapes: returns True for a module that reads nothing but the shape of a floating-point input.
+        made_later: returns the layout of the logits that a head will make; None if it must make them at once.
         """
         super().__init__()  # type: ignore[no-untyped-call]
-        self.records, self.rows = Records(parameter_dims), Rows(_RULES)
-        self.module, self.remedy, self._reads_shapes = module, remedy, reads_shapes
+        self.records, self.rows = Records(parameter_dims, waiting=True), Rows(_RULES)
+        self.module, self.remedy, self._reads_shapes, self._made_later = module, remedy, reads_shapes, made_later
         self.token_split: Split | None = None
         self.local_tokens = 0
         self.inferred: int | None = None
@@ -162,9 +164,9 @@ class Tracker(TorchDispatchMode):
                 alike = [n > 1 and self.records.is_alike(x, place) for place, n in enumerate(x.shape)]
                 self.mark(x, _alike_at(alike, x.shape))
 
-    def lets_wait(self, x: Tensor) -> bool:
-        """Return True if the logits of rows ``... k`` may wait for their loss: every rank has whole rows, and they are tracked."""
-        return not self.is_off and is_whole(self.dims(x)[-1])
+    def layout_later(self, head: nn.Module, x: Tensor, shape: tuple[int, ...]) -> Dims | None:
+        """Return the layout of the logits of a shape that a head will make of rows ``... k``; None: it must make them at once."""
+        return None if self.is_off else self._made_later(head, x, shape)
 
     def logits_of(self, rows: Tensor, words: int, run: Callable[[], Tensor]) -> Tensor:
         """Run a head on rows ``... k``, for ``words`` logits of each."""

@@ -5,12 +5,13 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from meshfold.mesh.tracking.dims import Dims, axes_of, is_split, is_whole, whole, whole_dims
+from meshfold.mesh.tracking.dims import Dims, axes_of, is_split, is_whole, size_of, whole, whole_dims
 
 _Geometry = tuple[int, tuple[int, ...], tuple[int, ...]]
 
@@ -29,19 +30,20 @@ class _Memory:
 class Records:
     """Layouts of tensors. An unknown tensor counts as whole on every rank."""
 
-    def __init__(self, parameter_dims: Callable[[Tensor], Dims | None] = lambda parameter: None) -> None:
+    def __init__(
+        self, parameter_dims: Callable[[Tensor], Dims | None] = lambda parameter: None, *, waiting: bool = False
+    ) -> None:
         """Args:
         parameter_dims: returns the layout of a parameter that is sharded; None for one that is whole.
+        waiting: logits that wait for their loss say how they lie.
         """
         self._memory: dict[int, _Memory] = {}
-        self._parameter_dims = parameter_dims
+        self._parameter_dims, self._waiting = parameter_dims, waiting
 
     def dims(self, tensor: Tensor) -> Dims:
         """Return the layout of a tensor."""
         if _waits(tensor):
-            rows: Tensor = tensor.rows  # type: ignore[attr-defined]
-            lead = self.dims(rows)[:-1] if rows.shape[:-1] == tensor.shape[:-1] else whole_dims(tensor.shape[:-1])
-            return (*lead, whole(tensor.shape[-1]))
+            return self._dims_later(tensor)
         memory = self._memory.get(_storage(tensor))
         # The type first: a parameter's own check of instances is slow.
         if (
@@ -56,6 +58,18 @@ class Records:
             return view[1]
         found = memory.dims.get(_geometry(tensor))
         return whole_dims(tensor.shape) if found is None else found
+
+    def _dims_later(self, logits: Any) -> Dims:
+        """Return the layout of logits that wait, ``logits.rows`` being what their head will read."""
+        rows: Tensor = logits.rows
+        shape, known = logits.shape, logits.tracked_dims if self._waiting else ()
+        lead = whole_dims(shape[:-1])
+        if rows.shape[:-1] == shape[:-1]:
+            lead = self.dims(rows)[:-1]
+        elif len(known) == len(shape):
+            lead = known[:-1]
+        words = known[-1] if known and size_of(known[-1]) == shape[-1] else whole(shape[-1])
+        return (*lead, words)
 
     def put(self, tensor: Tensor, dims: Dims) -> None:
         """Set the layout of a tensor."""
@@ -143,7 +157,7 @@ class Records:
 
 
 def _waits(tensor: Tensor) -> bool:
-    """Return True for logits that wait for their loss: they have no memory, and lie as the rows ``tensor.rows`` of their head."""
+    """Return True for logits that wait for their loss: they have no memory."""
     return type(tensor) is not Tensor and getattr(type(tensor), "waits_for_loss", False)
 
 

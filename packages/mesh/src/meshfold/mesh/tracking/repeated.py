@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import checkpoint as checkpoints
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -48,9 +48,11 @@ class _OwnOperations(TorchDispatchMode):
 
     wants_own_operations = True
 
-    def lets_wait(self, x: Tensor) -> bool:
-        """Return True: the logits waited in the tracked forward too."""
-        return True
+    is_off = True
+
+    def layout_later(self, head: nn.Module, x: Tensor, shape: tuple[int, ...]) -> tuple[Any, ...]:
+        """Return a layout that nobody reads: the logits waited in the tracked forward too."""
+        return ()
 
     def logits_of(self, rows: Tensor, words: int, run: Callable[[], Tensor]) -> Tensor:
         """Return what ``run`` computes."""

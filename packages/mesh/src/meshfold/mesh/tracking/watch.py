@@ -22,7 +22,7 @@ from torch.nn.modules.module import (
 from meshfold.mesh.parameters.parameter_meta import uncompiled_name
 from meshfold.mesh.parameters.weight_writes import OWN_KINDS
 from meshfold.mesh.tracking.active import activated, is_tracking_on, part
-from meshfold.mesh.tracking.dims import Dims, unknown, unknown_dims, whole, whole_dims
+from meshfold.mesh.tracking.dims import Dims, is_whole, unknown, unknown_dims, whole, whole_dims
 from meshfold.mesh.tracking.follow import Tracker
 from meshfold.mesh.tracking.repeated import repeated_alike
 from meshfold.mesh.tracking.sizes import OpenSizes
@@ -60,6 +60,9 @@ class TrackingHooks(Protocol):
         output: Any,
     ) -> None:
         """Mark the layouts of such a module's results, before its own hooks run."""
+
+    def made_later(self, tracker: Tracker, module: nn.Module, given: Tensor, shape: tuple[int, ...]) -> Dims | None:
+        """Return the layout of a result of a shape that such a module will make later; None if it must make it at once."""
 
     def remedy(self, name: str, axes: tuple[str, ...]) -> str:
         """Return what to write instead of code that mixes pieces over these axes, in a module of this name; empty if unknown."""
@@ -173,6 +176,7 @@ class TrackedForward:
             remedy=running.remedy,
             parameter_dims=running.parameter_dims,
             reads_shapes=lambda module: any(one.reads_shapes(module) for one in hooks),
+            made_later=self._made_later,
         )
         self._untracked: AbstractContextManager[Any] = nullcontext()  # around a module that communicates
         self._open = ExitStack()
@@ -234,6 +238,13 @@ class TrackedForward:
             if hooks.communicates(module):
                 hooks.mark_results(self._tracker, module, args, kwargs, output)
                 return
+
+    def _made_later(self, head: nn.Module, x: Tensor, shape: tuple[int, ...]) -> Dims | None:
+        for hooks in self._hooks:
+            if hooks.communicates(head):
+                return hooks.made_later(self._tracker, head, x, shape)
+        dims = self._tracker.dims(x)
+        return (*dims[:-1], whole(shape[-1])) if is_whole(dims[-1]) else None
 
     def _left(self, module: nn.Module, args: Any, output: Any) -> None:
         """Record the end of a module's forward, also by an exception that the model may catch."""

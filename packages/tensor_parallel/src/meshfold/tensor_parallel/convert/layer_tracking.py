@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from meshfold.mesh import Mesh, metadata
+from meshfold.mesh import LayoutError, Mesh, metadata
 from meshfold.mesh.tracking import Dims, Tracker, axes_in, block
 from meshfold.tensor_parallel.convert.boundary import Boundary
 from meshfold.tensor_parallel.convert.layer_rules import rule_of
@@ -86,9 +86,22 @@ class LayerTracking(OnMesh):
         if given is None or not isinstance(first, Tensor):
             return
         rule = rule_of(module)
-        found.mark(first, rule.result(found, module, given, tuple(first.shape)))
-        self._check_sums(found, module, given, first)
+        dims = rule.result(found, module, given, tuple(first.shape))
+        found.mark(first, dims)
+        found.records.sum_over([first], self._summed_in(found, module, given, dims))
         rule.mark_rows(found, module, given, first)
+
+    def made_later(self, found: Tracker, module: nn.Module, given: Tensor, shape: tuple[int, ...]) -> Dims | None:
+        """Return the layout of logits that wait for their loss; None for one that does not follow from their rows."""
+        rule = rule_of(module)
+        try:
+            rule.check(found, module, given)
+            dims = rule.result(found, module, given, shape)
+            summed = self._summed_in(found, module, given, dims)
+        except LayoutError:
+            return None  # the module's call says so again
+        moved = shape[:-1] == given.shape[:-1] and dims[:-1] != found.dims(given)[:-1]
+        return None if moved or summed else dims
 
     def remedy(self, name: str, axes: tuple[str, ...]) -> str:
         """Return advice: keep the module whole, or split something else."""
@@ -114,11 +127,11 @@ class LayerTracking(OnMesh):
             return f"{rule}; or use mode '1d', in which every rank has all tokens"
         return f"{rule}; or use a spec without tensor"
 
-    def _check_sums(self, found: Tracker, layer: nn.Module, given: Tensor, out: Tensor) -> None:
-        """Refuse an input that is replicated along axes over which the layer sums its gradients.
+    def _summed_in(self, found: Tracker, layer: nn.Module, given: Tensor, out: Dims) -> set[str]:
+        """Return the axes along which ranks may have the same output, with a layout ``out``, and parts of its gradient.
 
         Raises:
-            LayoutError: if it needs a gradient, whose parts would not add up.
+            LayoutError: if the input needs a gradient, and is replicated along axes over which the layer sums its parts.
         """
         mine = found.records.summed(given) - axes_in(found.dims(given))
         rule = rule_of(layer)
@@ -135,4 +148,4 @@ class LayerTracking(OnMesh):
                 given,
                 axes=axes,
             )
-        found.records.sum_over([out], writes - axes_in(found.dims(out)))
+        return writes - axes_in(out)
