@@ -79,8 +79,7 @@ SPECS: dict[str, dict[str, Any]] = {
     "1f1b": dict(pipeline=dict(size=2, microbatches=2)),
 }
 ENCODERS = ("bert", "bert-classes", "distilbert", "modernbert", "vit")
-KINDS = (*CAUSAL, *ENCODERS, "mbart", "t5")
-"""Without Switch, whose router casts its own weights to float32"""
+KINDS = (*CAUSAL, *ENCODERS, *SEQ2SEQ)
 QUICK = [("qwen3", "tensor"), ("bert", "zero 3, host"), ("mbart", "zero 3")]
 
 

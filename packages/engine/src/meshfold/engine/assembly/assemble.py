@@ -23,6 +23,7 @@ from meshfold.engine.model.checks import (
     warn_of_split_batches,
 )
 from meshfold.engine.model.fp8_weights import fp8_gathered
+from meshfold.engine.model.own_casts import keep_dtypes
 from meshfold.engine.model.pipelined_model import PipelinedModel, PipelineSettings
 from meshfold.engine.model.roots import split_roots
 from meshfold.engine.model.weight_source import Loaded
@@ -110,6 +111,7 @@ def assemble(
     check_model(model)
     built, trace, seed = _unsplit(model, seed)
     refuse_complex(built)
+    keep_dtypes(built)
     refuse_layers(built, world, precision)
     warn_of_split_batches(built, world)
     if built is model:

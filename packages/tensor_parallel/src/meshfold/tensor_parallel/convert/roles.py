@@ -282,8 +282,9 @@ def usual_role(name: str, module: nn.Module, model: nn.Module, hidden: int) -> s
 
 def _linear_role(name: str, leaf: str, module: nn.Module, model: nn.Module, hidden: int) -> str:
     reads, writes = features(module)
+    parent = name.rsplit(".", 2)[-2] if "." in name else ""
     if _HEAD_NAMES.fullmatch(leaf) and reads == hidden:
-        return "head"
+        return "replicate" if parent == "router" else "head"
     if _ROW_NAMES.fullmatch(leaf) and writes == hidden:
         return "row"
     if _COLUMN.fullmatch(leaf) and reads == hidden:
@@ -295,7 +296,6 @@ def _linear_role(name: str, leaf: str, module: nn.Module, model: nn.Module, hidd
         return "column" if any(r == writes and w == hidden for _, r, w in after) else "head" if not after else ""
     if reads != hidden and writes == hidden:
         return "row" if any(r == hidden and w == reads for _, r, w in before) else "stem" if not before else ""
-    parent = name.rsplit(".", 2)[-2] if "." in name else ""
     if reads == writes == hidden:
         if leaf == "dense" and parent in _ROW_PARENTS:
             return "row"
