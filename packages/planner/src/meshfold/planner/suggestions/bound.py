@@ -96,9 +96,10 @@ class Bound:
         spec, tensor = family.spec, family.spec.tensor
         if tensor is None or tensor.size == 1:
             return 0.0
+        split = self.shape.split_parts
         if tensor.mode == "1d":
-            # Four sums of the stream in a block; with attention by tokens those of its MLP.
-            sums = 4 if tensor.attention is None else 2
+            # Two sums of the stream for attention, unless that is by tokens, and two for an MLP.
+            sums = 2 * (split if tensor.attention is None else split - 1)
             sent = 2 * (tensor.size - 1) / tensor.size * sums * self.stream / self._rows(family)
             return sent / self.clock.rate(spec, ("tensor",))
         hidden = max(1, round(self.stream / self.tokens / self.width))
@@ -109,4 +110,4 @@ class Bound:
             costs = [matmul_cost(plans[role], sizes, mesh, itemsize=self.width) for role in ("column", "row")]
         except LayoutError:  # the engine reports it later
             return 0.0
-        return 2 * sum(float(e.bytes) / self.clock.rate(spec, e.axes) for cost in costs for e in cost.entries)
+        return split * sum(float(e.bytes) / self.clock.rate(spec, e.axes) for cost in costs for e in cost.entries)

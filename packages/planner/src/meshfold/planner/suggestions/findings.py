@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,7 +35,7 @@ class Findings:
     nearest: dict[str, tuple[Candidate, Outlook]] = field(default_factory=dict)
     expected: dict[str, tuple[Candidate, Outlook]] = field(default_factory=dict)
     unopened: list[tuple[float, int, Family]] = field(default_factory=list)
-    _took: dict[Any, float] = field(default_factory=dict)  # ratio of traced to likely seconds, by kind of split
+    _took: dict[Any, float] = field(default_factory=dict)  # ratio of traced to likely seconds, by kinds of split
     _ratios: dict[Any, tuple[float, float]] = field(default_factory=dict)
 
     @property
@@ -51,14 +52,23 @@ class Findings:
             family=family, seconds=float("inf"), candidate=candidate, outlook=outlook, why=why
         )
 
-    def note_traced(self, family: Family, candidate: Candidate, outlook: Outlook) -> None:
-        """Note the best candidate of a family whose layout was traced."""
+    def note_traced(self, family: Family, candidate: Candidate, outlook: Outlook, alike: Outlook | None = None) -> None:
+        """Note the best candidate of a family whose layout was traced.
+
+        Args:
+            family: with the layout.
+            candidate: the best of it that should fit.
+            outlook: of this candidate.
+            alike: of the candidate that was expected to be the best. That may not fit: then the best one is slower for lack of
+                memory, which a family with the same kinds of split may have.
+        """
         key = str(family.spec.to_dict())
         self.nearest[key] = candidate, outlook
         kinds = kinds_of(family)
-        if len(kinds) == 1 and key in self.expected:
-            took = outlook.seconds / self.expected[key][1].seconds
-            self._took[kinds[0]] = min(took, self._took.get(kinds[0], took))
+        if kinds and key in self.expected:
+            seconds = outlook.seconds if alike is None else min(outlook.seconds, alike.seconds - alike.offload)
+            took = seconds / self.expected[key][1].seconds
+            self._took[kinds] = min(took, self._took.get(kinds, took))
 
     def note_planned(self, option: Option) -> None:
         """Note an option with its plan."""
@@ -71,12 +81,16 @@ class Findings:
         )
 
     def likely_seconds(self, family: Family) -> float:
-        """Return the expected seconds of a family: those of its likely profile, scaled as similar traced layouts were."""
+        """Return the expected seconds of a family: those of its likely profile, scaled as similar traced layouts were.
+
+        Of no layout with the same kinds of split: as those with each kind alone were.
+        """
         _, outlook = self.expected[str(family.spec.to_dict())]
-        ratio = 1.0
-        for kind in kinds_of(family):
-            ratio *= self._took.get(kind, _LEAST_TENSOR if kind[0] == "tensor" else 1.0)
-        return outlook.seconds * ratio
+        kinds = kinds_of(family)
+        if kinds in self._took:
+            return outlook.seconds * self._took[kinds]
+        alone = (self._took.get((kind,), _LEAST_TENSOR if kind[0] == "tensor" else 1.0) for kind in kinds)
+        return outlook.seconds * math.prod(alone)
 
     def ratio(self, candidate: Candidate) -> tuple[float, float]:
         """Return the seconds and bytes in plans of similar candidates, divided by those of their outlooks."""

@@ -7,7 +7,7 @@ from typing import Any
 from meshfold.planner.suggestions.layouts import Candidate, Family
 
 
-def kinds_of(family: Family) -> list[tuple[str, ...]]:
+def kinds_of(family: Family) -> tuple[tuple[str, ...], ...]:
     """Return the kinds of split for which traced and likely seconds have about the same ratio."""
     spec, found = family.spec, list[tuple[str, ...]]()
     if spec.tensor is not None:
@@ -17,7 +17,7 @@ def kinds_of(family: Family) -> list[tuple[str, ...]]:
         found.append(("sequence", str(spec.sequence.mode)))
     if spec.expert is not None:
         found.append(("expert",))
-    return found
+    return tuple(found)
 
 
 def likeness(candidate: Candidate) -> Any:

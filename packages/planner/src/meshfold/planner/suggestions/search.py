@@ -253,7 +253,9 @@ class Search:
             return
         made = self._fitting(family, profile)
         if made:
-            self.found.note_traced(family, *made[0][2:])
+            expected = self.found.expected.get(str(family.spec.to_dict()))
+            alike = None if expected is None else outlook_of(self.clock, expected[0], profile)
+            self.found.note_traced(family, *made[0][2:], alike)
             self.least = min(self.least, made[0][0])
         for seconds, complexity, candidate, outlook in made[:_KEPT_PER_FAMILY]:
             if not fitting or len(fitting) < self.options or seconds < min(fitting):
