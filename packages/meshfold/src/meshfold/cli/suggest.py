@@ -77,6 +77,19 @@ def _seldom_collecting() -> Iterator[None]:
         gc.set_threshold(*before)
 
 
+@contextmanager
+def _on_one_thread() -> Iterator[None]:
+    """Context manager: torch computes on one thread. Few tensors have values; others would wait for work by spinning."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 def _suggest(arguments: argparse.Namespace) -> int:
     read_model(arguments)
     changes, rules = read_changes(arguments.changes), read_rules(arguments.rules)
@@ -106,22 +119,23 @@ def _suggest(arguments: argparse.Namespace) -> int:
         clip=not arguments.no_clip,
         name=model.name,
     )
-    found = suggest(
-        model.build,
-        machine,
-        ranks=ranks,
-        batch_size=arguments.batch_size,
-        seq_len=seq_len,
-        precision=arguments.precision,
-        options=arguments.options,
-        **settings,
-    )
+    with _on_one_thread():
+        found = suggest(
+            model.build,
+            machine,
+            ranks=ranks,
+            batch_size=arguments.batch_size,
+            seq_len=seq_len,
+            precision=arguments.precision,
+            options=arguments.options,
+            **settings,
+        )
+        other = None if asked is None else explained(asked, model.build, found, **settings)
     if arguments.plot is not None:
         try:
             draw_suggestion(found, arguments.plot)
         except OSError as error:
             raise Failure(reason_of(error)) from error
-    other = None if asked is None else explained(asked, model.build, found, **settings)
     if arguments.json:
         numbers = {"model": model.name, **suggestion_numbers(found)}
         if other is not None:
