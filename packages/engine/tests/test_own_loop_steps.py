@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import warnings
 from typing import Any
 from weakref import ref
 
@@ -120,6 +121,40 @@ def test_gradients_of_the_optimizers_own_tensors_are_refused_and_may_be_released
             torch.nn.utils.clip_grad_norm_([one for group in optimizer.param_groups for one in group["params"]], 1.0)
         optimizer.zero_grad()
         assert engine.step()
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("divided", [False, True])
+@pytest.mark.parametrize("spec", ["data", "zero 3"])
+@ranks(2)
+def test_a_step_of_scaled_gradients_is_warned_of_once(spec: str, divided: bool) -> None:
+    with (
+        Engine(gpt, SPECS[spec], optimizer="sgd", clip_grad_norm=0.5) as engine,
+        warnings.catch_warnings(record=True) as said,
+    ):
+        warnings.simplefilter("always")
+        scaler, mine = torch.amp.GradScaler("cpu", init_scale=8.0), engine.shard_batch(IDS)
+        for _ in range(2):
+            loss = scaler.scale(engine(mine, labels=mine).loss)
+            engine.backward(loss / 2 if divided else loss)
+            engine.step()
+    (found,) = [str(one.message) for one in said if "GradScaler" in str(one.message)]
+    assert "a GradScaler has multiplied by 8, and scaler.unscale_(engine.optimizer) was not called" in found
+    assert "Leave the GradScaler out" in found
+
+
+@ranks(2)
+def test_a_step_of_unscaled_gradients_or_of_a_loss_with_a_factor_is_not_warned_of() -> None:
+    with Engine(gpt, SPECS["data"], optimizer="sgd") as engine, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        scaler, mine = torch.amp.GradScaler("cpu", init_scale=8.0), engine.shard_batch(IDS)
+        engine.backward(scaler.scale(engine(mine, labels=mine).loss))
+        assert engine.optimizer is not None
+        scaler.unscale_(engine.optimizer)
+        engine.step()
+        for factor in (torch.tensor(8.0), 8.0):
+            engine.backward(engine(mine, labels=mine).loss * factor)
+            engine.step()
 
 
 @ranks(2)

@@ -58,8 +58,7 @@ class TrainStep:
         self._captured, self._captured_zero = built.captured, built.captured_zero
         self._torch_dropout = built.part.torch_dropout
         self._changes = BufferChanges(built.part.model, built.world)
-        self._step_guard, self._saver = built.step_guard, saver
-        self.forward = built.forward
+        self.forward, self._step_guard, self._saver = built.forward, built.step_guard, saver
         self.lr_scheduler, self.steps_scheduler = built.lr_scheduler, True
         self.scaler = LossScaler(asked.precision.scale, says=built.world.mesh.rank == 0)
         self.gradients = Accumulation(
@@ -244,6 +243,7 @@ class TrainStep:
             SpecError: if the loss is not a scalar, or does not depend on parameters.
         """
         self.forward.check_loss(loss)
+        self._step_guard.saw(loss)
         kind: BackwardRole = "last" if self.gradients.summed else "apart"
         self.gradients.backward(loss.double() / self._world.data_size, kind, retain_graph=retain_graph)
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from meshfold.engine.errors import TrainingError
+from meshfold.engine.optimizers.own_scaler import OwnScaler
 from meshfold.engine.optimizers.roles import groups_by_role, note_roles, pass_roles_on
 from meshfold.engine.optimizers.trial import Trial
 from meshfold.mesh import SpecError, did_you_mean
@@ -348,14 +349,20 @@ class StepGuard:
         """
         self._advice, self._open = advice, False
         self._handle = None if optimizer is None else optimizer.register_step_pre_hook(self._before)
+        self._own_scaler = OwnScaler(scaler)
         self._scaler, self._own = scaler, {} if optimizer is None else vars(optimizer)
         self._scales = self._own.get(_SCALES)
         if scaler:
             self._own[_SCALES] = True
 
+    def saw(self, loss: Tensor) -> None:
+        """Look whether a GradScaler has scaled the loss of a backward."""
+        self._own_scaler.saw(loss)
+
     @contextmanager
     def opened(self) -> Iterator[None]:
-        """Context manager: inside, the owner steps."""
+        """Context manager: inside, the owner steps; it is warned of gradients that a GradScaler has scaled and not unscaled."""
+        self._own_scaler.check()
         self._open = True
         try:
             yield
