@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,8 @@ from meshfold.engine import Engine
 from meshfold.engine.zero.states import ZeroStates
 from meshfold.experts import Experts
 from meshfold.mesh import ParallelSpec, record
-from meshfold.mesh.model_io import LiveBytes
+from meshfold.mesh.model_io import LiveBytes, OperatorCounter
+from meshfold.mesh.model_io.operators import Operator
 from meshfold.mesh.testing import run_on_ranks
 from meshfold.models import Llama, MoELlamaConfig
 from meshfold.planner import MACHINES, Estimate, estimate, plan_memory
@@ -138,6 +141,53 @@ def test_with_a_capacity_four_ranks_send_to_all() -> None:
         )
         assert half.flops < 0.8 * dropless.flops
     assert sent_and_kept(on_four("all_to_all", 0.25))[0] < 0.7 * sent
+
+
+def deep(layers: int) -> Llama:
+    sizes: dict[str, Any] = dict(vocab_size=64, hidden=32, heads=4, ffn=32, experts=8, top_k=4, max_positions=64)
+    return Llama(MoELlamaConfig(**sizes, layers=layers))
+
+
+def launched(parallel: dict[str, Any], layers: int) -> Counter[tuple[str, str]]:
+    """Count the operators of a step of rank 0, but for products and attention."""
+    with Engine(
+        partial(deep, layers), parallel, optimizer=dict(name="sgd", lr=1e-3), precision="bf16", kernels="off"
+    ) as engine:
+        ids = torch.randint(64, (8, 16), generator=torch.Generator().manual_seed(0))
+        batch = engine.shard_batch(dict(input_ids=ids, labels=ids))
+        engine.run_step(batch)
+        with OperatorCounter() as counter:
+            engine.run_step(batch)
+    return by_name(counter.counts)
+
+
+def by_name(counts: Mapping[Operator, int]) -> Counter[tuple[str, str]]:
+    found: Counter[tuple[str, str]] = Counter()
+    for operator, number in counts.items():
+        found[operator.phase, operator.name.removesuffix("_out")] += number * (not operator.flop)
+    return found
+
+
+@pytest.mark.parametrize("exchange", ["all_to_all", "all_gather"])
+def test_a_layer_launches_what_is_planned(exchange: str) -> None:
+    """Routing, exchange and counting, operator by operator; the host's seconds of a layer are counted by these."""
+    parallel = dict(data=2, expert=dict(size=2, exchange=exchange))
+    spec, machine = ParallelSpec.parse(parallel).with_world_size(2), MACHINES["laptop"]
+    settings: dict[str, Any] = dict(batch_size=8, seq_len=16, precision="bf16", kernels="off", machine=machine)
+    two, one = (run_on_ranks(2, launched, parallel, layers)[0] for layers in (2, 1))
+    planned_two, planned_one = (
+        by_name(estimate(partial(deep, layers), spec, **settings).work.operators) for layers in (2, 1)
+    )
+    two.subtract(one)
+    planned_two.subtract(planned_one)
+    different = {key: (two[key], planned_two[key]) for key in {**two, **planned_two} if two[key] != planned_two[key]}
+    # Plans multiply in a loop over experts, which begins with zeros; hosts agree on numbers of tokens by a message of their own.
+    known = {"aten._grouped_mm", "aten.new_zeros", "aten._scaled_dot_product_flash_attention_for_cpu"}
+    known |= {f"{name}_backward" for name in known}
+    if exchange == "all_gather":
+        known |= {"c10d.allreduce", "aten._local_scalar_dense"}
+    assert {name for _, name in different} <= known, different
+    assert sum(two.values()) > 200
 
 
 def test_seconds_count_the_way_to_the_experts() -> None:

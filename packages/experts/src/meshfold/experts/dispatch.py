@@ -141,6 +141,8 @@ def _in_eager_code(
     """Do what :func:`dispatch` does, outside of compiled graphs."""
     ranks = 1 if group is None else group.size
     experts_each = experts_of_each(experts, ranks // sharing)
+    # Said before anything is launched: counting what a capacity leaves takes longer than the hosts' message.
+    largest = start_largest(tokens.shape[0], group) if group is not None and exchange == "all_gather" else None
     if capacity is not None:
         index = within_capacity(index, experts, capacity, group)
     if group is None or ranks == 1:
@@ -148,8 +150,10 @@ def _in_eager_code(
             meanwhile()
         rows = most_rows(index.numel(), experts, experts, capacity)
         return _here(tokens, index, weights, run, weighs, experts, rows, None)
-    leave = _to_all if exchange == "all_gather" else _to_some
-    trip = leave(tokens, index, weights, experts_each, group, sharing, capacity)
+    if largest is None:
+        trip = _to_some(tokens, index, weights, experts_each, group, sharing, capacity)
+    else:
+        trip = _to_all(tokens, index, weights, experts_each, group, sharing, capacity, largest)
     travelling = Exchange(trip.way, fp8=fp8)
     started = travelling.start(trip.tokens)
     arrived, numbers = send_routing(trip.weights, trip.numbers, trip.way)
@@ -228,16 +232,16 @@ def _to_all(
     group: Group,
     sharing: int,
     capacity: float | None,
+    largest: Callable[[], int],
 ) -> _Trip:
     """Send all tokens to all ranks; a rank with fewer pads them with tokens of no expert. The host does not wait for the device.
 
     Padded tokens are at least the real ones, so the room for them that a capacity leaves is enough for these.
     """
-    most = start_largest(tokens.shape[0], group)
     own, each = index.shape
     blocks = group.size // sharing
     numbers = index.clamp(-1, experts_each * blocks).to(torch.int32)
-    rows = most()
+    rows = largest()  # waits for the other hosts
     more = rows - own
     if more:
         tokens, weights = (F.pad(x, (0, 0, 0, more)) for x in (tokens, weights))
