@@ -42,6 +42,11 @@ DIAGONAL: list[Case] = [
     (4, "plain", dict(data=2, expert=4, tensor=2)),
     (4, "starved", dict(data=2, expert=2, tensor=2, sequence=MEGATRON)),
     (4, "starved", dict(data=2, expert=dict(size=4, exchange="all_gather"), tensor=2, zero=zero(2))),
+    (
+        4,
+        "starved",
+        dict(data=4, expert=dict(size=4, exchange="all_gather"), zero=zero(3)),
+    ),  # a rank gets 2.7 times the mean
     (4, "plain", dict(expert=2, tensor=GRID)),
     (4, "plain", dict(data=2, expert=4, sequence=RING)),
     (4, "unbalanced", dict(data=2, expert=2, pipeline=2, zero=zero(1))),

@@ -109,22 +109,25 @@ def test_a_mixture_of_experts(spec: str) -> None:
     assert not found, "\n".join(found)
 
 
-def with_capacity() -> nn.Module:
-    """A mixture that drops tokens, so that rows of experts are bounded."""
+def mixture_of(capacity: float | None) -> nn.Module:
     config = MoELlamaConfig(vocab_size=32, hidden=16, layers=2, heads=2, ffn=16, experts=8, top_k=4)
     model = Llama(config)
     for module in model.modules():
         if isinstance(module, Experts):
-            module.capacity = 1.25
+            module.capacity = capacity
     return model
 
 
+@pytest.mark.parametrize(("capacity", "exchange"), [(1.25, "auto"), (None, "all_gather")])
 @ranks(4)
-def test_a_mixture_with_a_capacity_on_more_than_two_ranks() -> None:
-    """Its default is the exchange without a wait, and the tokens that are dropped are the device's secret too."""
+def test_a_mixture_on_more_than_two_ranks(capacity: float | None, exchange: str) -> None:
+    """With a capacity the default is the exchange without a wait, and which tokens are dropped is the device's secret too."""
     torch.manual_seed(0)
     engine = Engine(
-        with_capacity, dict(data=4, expert=dict(size=4)), optimizer=dict(name="adamw", lr=0.01), clip_grad_norm=1.0
+        lambda: mixture_of(capacity),
+        dict(data=4, expert=dict(size=4, exchange=exchange)),
+        optimizer=dict(name="adamw", lr=0.01),
+        clip_grad_norm=1.0,
     )
     found = waits(engine, torch.randint(32, (4, 8)))
     assert not found, "\n".join(found)

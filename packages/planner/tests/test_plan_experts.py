@@ -98,11 +98,11 @@ def test_an_all_gather_of_tokens_is_counted_with_the_room_that_it_takes() -> Non
     assert everyone.memory.activations > some.memory.activations
 
 
-def on_four(exchange: str, capacity: float | None = None) -> Estimate:
+def on_four(exchange: str, capacity: float | None = None, layers: int = 2) -> Estimate:
     """Plan a model of 16 experts, 8 of them a token."""
 
     def model() -> Llama:
-        sizes: dict[str, Any] = dict(vocab_size=64, hidden=64, layers=2, heads=4, ffn=96, experts=16)
+        sizes: dict[str, Any] = dict(vocab_size=64, hidden=64, layers=layers, heads=4, ffn=96, experts=16)
         made = Llama(MoELlamaConfig(**sizes, top_k=8, balance=0.0))
         for module in made.modules():
             if isinstance(module, Experts):
@@ -113,34 +113,40 @@ def on_four(exchange: str, capacity: float | None = None) -> Estimate:
     return estimate(model, spec, batch_size=8, seq_len=256, kernels="off")
 
 
-def sent_and_kept(plan: Estimate) -> tuple[float, int]:
-    kinds = ("exchange_rows", "all_to_all", "all_gather")
-    return sum(t.bytes for t in plan.traffic if t.kind in kinds), plan.memory.activations - WORKSPACE_BYTES
+def sent(plan: Estimate) -> float:
+    return sum(t.bytes for t in plan.traffic if t.kind in ("exchange_rows", "all_to_all", "all_gather"))
+
+
+def of_a_layer(exchange: str, capacity: float | None = None) -> int:
+    """Return the bytes that a layer more keeps for backward."""
+    three, two = (on_four(exchange, capacity, layers).memory.activations for layers in (3, 2))
+    return three - two
 
 
 def test_room_for_all_rows_is_why_four_ranks_send_to_some() -> None:
-    """With many experts a token an all-gather sends little more than the default, but keeps much more for backward."""
+    """With many experts a token an all-gather sends little more than the default. Its layers keep room for twice the mean of rows,
+    and one at a time takes room for all."""
     some, everyone, chosen = (on_four(how) for how in ("all_to_all", "all_gather", "auto"))
-    (sent, kept), (sent_to_all, kept_of_all) = map(sent_and_kept, (some, everyone))
-    assert sent_to_all < 1.34 * sent and kept_of_all > 2 * kept
+    assert sent(everyone) < 1.34 * sent(some)
     assert chosen.memory == some.memory and chosen.traffic == some.traffic
+    assert of_a_layer("all_gather") < 1.7 * of_a_layer("all_to_all")
+    assert everyone.memory.activations - some.memory.activations > 2 * of_a_layer("all_to_all")
 
 
 def test_with_a_capacity_four_ranks_send_to_all() -> None:
-    """The room of rows is then 1.25 times what evenly used experts get, not four times; half a capacity halves rows and FLOP."""
+    """The room of rows is then 1.25 times what evenly used experts get; half a capacity halves rows and FLOP."""
     some, everyone, chosen = (on_four(how, 1.25) for how in ("all_to_all", "all_gather", "auto"))
-    (sent, kept), (sent_to_all, kept_of_all) = map(sent_and_kept, (some, everyone))
-    assert sent_to_all < 1.34 * sent and kept_of_all < 1.35 * kept
+    assert sent(everyone) < 1.34 * sent(some)
+    kept, kept_of_all = (plan.memory.activations - WORKSPACE_BYTES for plan in (some, everyone))
+    assert kept_of_all < 1.35 * kept
     assert chosen.memory == everyone.memory and chosen.traffic == everyone.traffic != some.traffic
     dropless = on_four("all_to_all")
     assert dropless.flops == pytest.approx(some.flops, rel=1e-6) == pytest.approx(everyone.flops, rel=1e-6)
     for how in ("all_to_all", "all_gather"):
-        half = on_four(how, 0.5)
-        assert dropless.flops - half.flops == pytest.approx(
-            on_four(how, 0.75).flops - on_four(how, 0.25).flops, rel=0.01
-        )
-        assert half.flops < 0.8 * dropless.flops
-    assert sent_and_kept(on_four("all_to_all", 0.25))[0] < 0.7 * sent
+        half, quarter, more = (on_four(how, capacity).flops for capacity in (0.5, 0.25, 0.75))
+        assert dropless.flops - half == pytest.approx(more - quarter, rel=0.01)
+        assert half < 0.8 * dropless.flops
+    assert sent(on_four("all_to_all", 0.25)) < 0.7 * sent(some)
 
 
 def deep(layers: int) -> Llama:

@@ -8,8 +8,8 @@ exchanges (:mod:`meshfold.experts.ways`):
 - all-to-all: only rows that a rank works on are sent. Their counts are exchanged first, in one small all-to-all that the host waits
   for.
 - all-gather: all tokens go to all ranks, so the host knows all sizes without waiting for the device. Rows of experts are counted on
-  the device only; the host allocates the largest number possible, which a capacity bounds. :func:`chosen_exchange` says when that
-  is cheap.
+  the device only; the host allocates the largest number possible, which a capacity bounds. Backward keeps at most twice the mean
+  of them (:mod:`meshfold.experts.spilled`). :func:`chosen_exchange` says when that is cheap.
 
 Ranks may also share each expert: its inner dim is split over neighbouring ranks. A token goes to all of them. Each returns a
 partial sum of the output, and these are added together with everything else that comes back.
@@ -19,7 +19,7 @@ Gradients are exact for the sum of the ranks' losses: an expert's parameters sum
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -29,9 +29,10 @@ from torch import Tensor
 from meshfold.experts.capacity import chance_missed, check_capacity, kept_share, most_rows, within_capacity
 from meshfold.experts.counting import rank_places
 from meshfold.experts.exchange import Exchange, send_back, send_routing
-from meshfold.experts.expert_rows import ExpertRows, RowSource, Run
+from meshfold.experts.expert_rows import Run
+from meshfold.experts.spilled import PlacedRows, RunOfRows, run_in_parts
 from meshfold.experts.ways import ToAll, ToSome, Way
-from meshfold.kernels import expert_places, pairs_of, sum_rows, take_rows, take_weighted_rows
+from meshfold.kernels import expert_places, pairs_of, sum_rows, take_rows
 from meshfold.mesh import Group, SpecError, all_to_all
 from meshfold.mesh.processes import is_simulated, start_largest
 from meshfold.mesh.spec import EXCHANGES
@@ -39,7 +40,7 @@ from meshfold.mesh.spec import EXCHANGES
 USED = 0.6
 """Smallest share of an all-gather's rows that ranks work on for it to be chosen."""
 ROOM = 2
-"""Most rows of experts, as a multiple of those expected, that are allocated unless asked for."""
+"""Most rows of experts, as a multiple of those expected, that are allocated unless asked for, and that backward keeps."""
 
 
 def dispatch(
@@ -56,6 +57,7 @@ def dispatch(
     capacity: float | None = None,
     exchange: str = "auto",
     meanwhile: Callable[[], object] | None = None,
+    parameters: Mapping[str, Tensor] | None = None,
 ) -> Tensor:
     """Return the weighted sum of each token's experts: ``[n, h] -> [n, h]``, n of each rank its own.
 
@@ -73,6 +75,9 @@ def dispatch(
             ranks; outputs of tokens beyond that are left out. None: no limit.
         exchange: ``"all_to_all"``, ``"all_gather"``, or ``"auto"``: see :func:`chosen_exchange`. The same on all ranks.
         meanwhile: called once during the exchange, such as a shared expert; its backward also overlaps with the exchange's.
+        parameters: of the experts, by name. With an all-gather backward then keeps at most ``ROOM`` times the mean of rows, and
+            computes those beyond again: ``run`` takes its parameters from :attr:`ExpertRows.parameters` where that has some. None:
+            backward keeps all rows.
 
     Raises:
         SpecError: if the ranks do not divide the experts, for another exchange, or for a capacity that is no positive number.
@@ -91,7 +96,7 @@ def dispatch(
     check_capacity(capacity)
     how = chosen_exchange(exchange, blocks=ranks // sharing, top_k=index.shape[1], capacity=capacity)
     y: Tensor = _in_eager_code(
-        tokens, index, weights, run, experts, group, sharing, weighs, fp8, capacity, how, meanwhile
+        tokens, index, weights, run, experts, group, sharing, weighs, fp8, capacity, how, meanwhile, parameters
     )
     return y
 
@@ -102,8 +107,8 @@ def chosen_exchange(exchange: str, *, blocks: int, top_k: int, capacity: float |
     ``"auto"`` is an all-gather if two conditions hold. Ranks work on most of its rows: 1 - (1 - 1/blocks)^k of them for random
     experts. The largest number of rows that experts may get is at most twice the expected one. It is ``blocks`` times as many, or
     with a capacity ``capacity`` times, so without one the second condition decides on more than two ranks. With 8 experts a token
-    and four ranks an all-gather sends a tenth more, but rows between the experts' products, which backward keeps, take four times
-    the memory.
+    and four ranks an all-gather sends a tenth more, but in each layer's forward there is room for four times the rows, and the
+    experts are launched again for those beyond twice the mean, of which there are nearly always none.
 
     Args:
         exchange: one of ``EXCHANGES``.
@@ -137,10 +142,12 @@ def _in_eager_code(
     capacity: float | None,
     exchange: str,
     meanwhile: Callable[[], object] | None,
+    parameters: Mapping[str, Tensor] | None,
 ) -> Tensor:
     """Do what :func:`dispatch` does, outside of compiled graphs."""
     ranks = 1 if group is None else group.size
     experts_each = experts_of_each(experts, ranks // sharing)
+    of_rows = RunOfRows(run=run, weighs=weighs, keeps=ranks == 1 or exchange == "all_to_all")
     # Said before anything is launched: counting what a capacity leaves takes longer than the hosts' message.
     largest = start_largest(tokens.shape[0], group) if group is not None and exchange == "all_gather" else None
     if capacity is not None:
@@ -149,7 +156,7 @@ def _in_eager_code(
         if meanwhile is not None:
             meanwhile()
         rows = most_rows(index.numel(), experts, experts, capacity)
-        return _here(tokens, index, weights, run, weighs, experts, rows, None)
+        return _here(tokens, index, weights, of_rows, experts, rows, None)
     if largest is None:
         trip = _to_some(tokens, index, weights, experts_each, group, sharing, capacity)
     else:
@@ -163,12 +170,12 @@ def _in_eager_code(
         travelling.finish(started),
         numbers - trip.first if trip.first else numbers,
         arrived,
-        run,
-        weighs,
+        of_rows,
         experts_each,
         trip.most,
         trip.counts,
-        keeps=exchange == "all_to_all",
+        kept=trip.kept,
+        parameters=parameters,
     )
     return trip.home(send_back(partial, trip.way, fp8=fp8))
 
@@ -183,6 +190,7 @@ class _Trip:
         weights, numbers: [m, k]: of their experts.
         first: what to subtract from the numbers that arrive here: the first expert of this rank, if they count all experts.
         most: rows that this rank's experts get at most.
+        kept: of these rows, how many backward may keep.
         counts: how many each of them gets, where the host knows them.
         home: from the sums that come back to this rank's tokens.
     """
@@ -193,6 +201,7 @@ class _Trip:
     numbers: Tensor
     first: int
     most: int
+    kept: int
     counts: Sequence[int] | None
     home: Callable[[Tensor], Tensor]
 
@@ -219,6 +228,7 @@ def _to_some(
         numbers=numbers.to(torch.int32),
         first=0,
         most=sum(counts),
+        kept=sum(counts),
         counts=counts,
         home=lambda sums: sum_rows(sums, pairs, places),
     )
@@ -256,6 +266,7 @@ def _to_all(
         numbers=numbers,
         first=group.index // sharing * experts_each,
         most=room,
+        kept=ROOM * -(-pairs // blocks),
         counts=_evenly(min(room, pairs // blocks), experts_each) if index.is_meta else None,
         home=lambda sums: sums[:own] if more else sums,
     )
@@ -280,34 +291,22 @@ def _here(
     tokens: Tensor,
     index: Tensor,
     weights: Tensor,
-    run: Run,
-    weighs: bool,
+    run: RunOfRows,
     experts: int,
     rows: int,
     counts: Sequence[int] | None,
     *,
-    keeps: bool = True,
+    kept: int | None = None,
+    parameters: Mapping[str, Tensor] | None = None,
 ) -> Tensor:
-    """Run experts that are all on this rank. ``keeps``: keep the rows of tokens for backward instead of copying them again."""
+    """Run experts that are all on this rank, on at most ``rows`` rows, of which backward keeps at most ``kept``, None: all."""
     if index.is_meta and counts is None:
         counts = _evenly(rows, experts)
     places, pairs, ends = expert_places(index, experts, rows)
-    values: Tensor
-    of_rows = None
-    if weighs:
-        values, of_rows = take_weighted_rows(tokens, weights, pairs, places)
-    else:
-        values = take_rows(tokens, pairs, places)
-    outputs = run(
-        ExpertRows(
-            values=values,
-            ends=ends,
-            counts=counts,
-            weights=of_rows,
-            source=None if keeps else RowSource(tokens=tokens, pairs=pairs, places=places),
-        )
-    )
-    return sum_rows(outputs.to(tokens.dtype), pairs, places, None if weighs else weights)
+    placed = PlacedRows(places=places, pairs=pairs, ends=ends, counts=counts)
+    if kept is None or kept >= rows or parameters is None:
+        return run(tokens, weights, placed)
+    return run_in_parts(run, tokens, weights, placed, kept, parameters)
 
 
 def _sizes(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -34,6 +34,7 @@ class ExpertRows:
         counts: the numbers of rows, where the host knows them; else None.
         weights: [m]: of the outputs, for experts that weigh them; else None. Undefined where ``values`` are.
         source: of ``values``, if backward should copy them again instead of keeping them.
+        parameters: to use instead of the experts' own, by name: the same values, with gradients of their own. None: the own.
     """
 
     values: Tensor
@@ -41,6 +42,7 @@ class ExpertRows:
     counts: Sequence[int] | None = None
     weights: Tensor | None = None
     source: RowSource | None = field(default=None, repr=False)
+    parameters: Mapping[str, Tensor] | None = field(default=None, repr=False)
 
     @property
     def filled(self) -> Tensor:

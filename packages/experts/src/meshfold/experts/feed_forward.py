@@ -60,13 +60,16 @@ def feed_forward(layout: ExpertLayout, experts: nn.Module, rows: ExpertRows, *, 
         sharing: the inner dim of the experts is split into so many parts; each rank adds 1/sharing of the last bias.
     """
 
+    def parameter(name: str) -> Tensor:
+        return experts.get_parameter(name) if rows.parameters is None else rows.parameters[name]
+
     def linear(x: Tensor, weight: str, bias: str | None, parts: int = 1, source: RowSource | None = None) -> Tensor:
-        matrix: Tensor = experts.get_parameter(weight)
+        matrix = parameter(weight)
         turned = matrix if layout.transposed else matrix.transpose(1, 2)
         y = grouped_matmul(x, turned, rows.ends, rows.counts, source)
         if bias is None:
             return y
-        shift = _of_rows(experts.get_parameter(bias), rows.ends, x.shape[0])
+        shift = _of_rows(parameter(bias), rows.ends, x.shape[0])
         return y + (shift if parts == 1 else shift / parts)
 
     both = linear(rows.values, layout.gate_up, layout.gate_up_bias, source=rows.source)

@@ -72,7 +72,7 @@ class _Grouped(torch.autograd.Function):
         if needs_weight:
             if taken_by:
                 pairs, places = taken_by
-                x = take_rows(x, pairs, places)
+                x = take_rows(x.to(dy.dtype), pairs, places)  # the source has the dtype from before autocast
             dweight = _outer(x, dy, weight, ends, ctx.counts)
         return dx, dweight, *(None for _ in more)
 

@@ -138,6 +138,7 @@ class DispatchingForward:
             capacity=self.capacity,
             exchange=self.exchange,
             meanwhile=meanwhile,
+            parameters={name: self.experts.get_parameter(name) for name in self.layout.names},
         )
 
     def _run(self, rows: ExpertRows) -> Tensor:

@@ -1,4 +1,4 @@
-"""Numbers that the hosts of ranks exchange without waiting for their devices."""
+"""Numbers that hosts exchange, or read from their devices, without waiting for these."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from meshfold.mesh.group import Group
 from meshfold.mesh.processes import groups
@@ -46,3 +47,22 @@ def start_largest(number: int, group: Group) -> Callable[[], int]:
         return int(said)
 
     return finish
+
+
+def start_reading(number: Tensor) -> Callable[[], int | None]:
+    """Start copying a device's number to the host; calling the result returns it, or None as long as it is not there.
+
+    Nothing ever waits. In the capture of a CUDA graph it is never there.
+
+    Args:
+        number: [1], whole; not to be changed before it is read.
+    """
+    if not number.is_cuda:
+        return lambda: int(number)
+    if torch.cuda.is_current_stream_capturing():
+        return lambda: None
+    host = torch.empty(1, dtype=number.dtype, pin_memory=True)
+    host.copy_(number, non_blocking=True)
+    there = torch.cuda.Event()
+    there.record()
+    return lambda: int(host) if there.query() else None
