@@ -204,6 +204,41 @@ def test_moves_have_the_same_addresses_in_each_replay(monkeypatch: pytest.Monkey
     assert chunks > 4 and max(Counter(runs[2]).values()) <= 3  # the first and the last one are used in several places
 
 
+def test_replays_gather_as_far_ahead_as_a_plan_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Losses, norms and weights are those of eager steps; a chunk whose step is late is asked about again at every unit."""
+    ahead: dict[Chunk, bool] = {}  # whether its first copy of a replay begins before the unit that reads it
+    asked: set[Chunk] = set()
+    copy = Chunk.copy_shard
+
+    def late(chunk: Chunk) -> bool:
+        first = chunk not in asked
+        asked.add(chunk)
+        return not first
+
+    def use(engine: Engine) -> list[float]:
+        spread(engine)
+        found, gemini = train(engine, batches(1)), engine.states.gemini
+        units = [*gemini._runtime._seen]
+        gemini.gather_by([unit.name for unit in units], [min(3, len(units) - 1 - at) for at in range(len(units))])
+        found += train(engine, batches(3))
+
+        def noted(chunk: Chunk, place: Tensor) -> Any:
+            use = next(at for at, unit in enumerate(units, 1) if chunk in gemini._runtime._chunks[unit])
+            ahead.setdefault(chunk, gemini.units_entered < use or use < 3)
+            return copy(chunk, place)
+
+        monkeypatch.setattr(Chunk, "copy_shard", noted)
+        monkeypatch.setattr(Chunk, "can_gather_early", property(late))
+        asked.clear()
+        found += train(engine, batches(1))
+        monkeypatch.setattr(Chunk, "copy_shard", copy)
+        return found
+
+    report, _ = twice(monkeypatch, use)
+    assert (report.captures, report.replays, report.why_eager) == (1, 3, "")
+    assert len(ahead) > 2 and all(ahead.values())
+
+
 def test_a_replay_waits_at_the_places_of_an_eager_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts of a step are timed between its waits for parameters, of which replays know the units as hooks do."""
     found = []

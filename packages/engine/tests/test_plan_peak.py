@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,8 +16,12 @@ from meshfold.mesh.model_io import LiveBytes
 from meshfold.mesh.testing import run_on_ranks
 from meshfold.models import GPT, GPTConfig
 from meshfold.zero_gemini.memory.arena import Arena
-from meshfold.zero_gemini.planner import timeline
+from meshfold.zero_gemini.planner import Plan, policies, timeline
+from meshfold.zero_gemini.planner.copies_ahead import Planner
+from meshfold.zero_gemini.prefetch import ready_in_time
 from meshfold.zero_gemini.profiler import StepTracer, WallClock
+from meshfold.zero_gemini.sharded_model import chunked_model
+from meshfold.zero_gemini.sharded_model.build import lay_out_parameters
 
 WORDS, LIMIT = 4096, 10 * 2**20
 
@@ -149,3 +155,61 @@ def test_chunks_never_take_more_than_is_planned_for_that_timestep(
 ) -> None:
     """Look at the last of several micro-steps: it begins while the ranks sum a gradient of the one before."""
     run_on_ranks(world, chunks_in_every_timestep, made, clip, accumulate)
+
+
+def far_ahead(made: Plan, planned: Planner) -> Plan:
+    """Plan with copies that begin three units ahead, whatever they save."""
+    workload = made.workload
+    ready = ready_in_time([1.0] * workload.timesteps, 3.0, light=workload.light_timesteps, prefetch=1)
+    found = planned(replace(workload, ready=ready), made.machine, made.limits)
+    assert found is not None
+    return found
+
+
+def deep() -> nn.Module:
+    return GPT(GPTConfig(vocab_size=64, hidden=96, layers=12, heads=4, max_positions=16, dropout=0.0))
+
+
+def laid_out_in_blocks(*args: Any, **settings: Any) -> Any:
+    return lay_out_parameters(*args, **{**settings, "chunk_elems": 12 * 96 * 97})
+
+
+def beyond(taken: list[int], plan: Plan) -> list[int]:
+    """Return the timesteps in which chunks take more than is planned: a unit's gathers begin just before the tracer knows of it."""
+    planned = [at.bytes - at.kinds["non-model"] for at in timeline(plan)]
+    return [t for t, more in enumerate(taken) if more > max(planned[t : t + 2])]
+
+
+def copies_begin_far_ahead() -> None:
+    losses: list[list[float]] = []
+    settings: dict[str, Any] = dict(optimizer=dict(name="adamw", lr=1e-3), precision="bf16", clip_grad_norm=1.0)
+    ids = torch.randint(64, (4, 16), generator=torch.Generator().manual_seed(0))
+    small = mock.patch.object(chunked_model, "lay_out_parameters", laid_out_in_blocks)
+    for limit in (None, 5_500_000):
+        torch.manual_seed(0)
+        zero = dict(stage=3) if limit is None else dict(stage=3, gpu_memory_limit=limit)
+        with (
+            small,
+            mock.patch.object(policies, "with_copies_ahead", far_ahead),
+            Engine(deep, dict(zero=zero), **settings) as engine,
+        ):
+            losses.append([engine.train_step(engine.shard_batch(ids)) for _ in range(5)])
+            if limit is None:
+                continue
+            states = engine.states
+            assert isinstance(states, ZeroStates)
+            plan = states.residency.plan
+            assert plan is not None and plan.workload.ready is not None
+            assert "host" in {chunk.parameters for chunk in plan.chunks}
+            states.gemini.flush()  # no step delays a copy
+            with StepTracer(engine.model, memory=Peaks(states.gemini.memory.compute), clock=WallClock()) as tracer:
+                engine.train_step(engine.shard_batch(ids))
+            taken = [timestep.non_model_bytes for timestep in tracer.trace().timesteps]
+            by_count = replace(plan, workload=replace(plan.workload, ready=None))
+            assert beyond(taken, plan) == [] != beyond(taken, by_count)
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_chunks_that_come_far_ahead_take_what_is_planned_and_losses_stay(world: int) -> None:
+    run_on_ranks(world, copies_begin_far_ahead)

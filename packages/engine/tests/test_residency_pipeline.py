@@ -226,3 +226,4 @@ def test_kept_layers_of_micro_batches_in_flight_count_in_every_timestep() -> Non
     flying = workload_in_flight(one, trace, InFlight(stages=1, live=3, microbatches=4))
     assert layer_bytes(one)[0, 1, 0] == 10
     assert layer_bytes(flying)[0, 1, 0] == 10 + 2 * 60
+    assert one.in_order and not flying.in_order

@@ -1,4 +1,4 @@
-"""A step under a plan, event by event: compute, one stream of copies, and the host's optimizer. The reference of a plan's seconds.
+"""A step under a plan, event by event: compute, copies each way, and the host's optimizer. The reference of a plan's seconds.
 
 For a single rank with speculative steps, as :mod:`meshfold.zero_gemini.runtime.captured_moves` makes them: a unit's chunks are
 copied while the units before it run, and gradients to the host once they are complete. The host steps the chunk whose gradient came
@@ -7,7 +7,7 @@ last.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from meshfold.zero_gemini.planner import Plan
 from meshfold.zero_gemini.planner.memory import gather_windows
@@ -31,13 +31,14 @@ def seconds_by_events(plan: Plan) -> float:
         for name, chunk in host.items()
         for begin, _ in gather_windows(chunk, work)
     }
+    firsts = {name: chunk.forward[0] for name, chunk in host.items() if name not in streamed}
     on_device = sum(chunk.elems for chunk, made in pairs if made.state == "gpu")
     rate = machine.host_memory / regime.out_of_place
 
     def upload(name: str) -> float:
         return regime.parameter * host[name].elems / machine.h2d
 
-    compute = copies = cores = 0.0
+    compute = copies = sent = cores = 0.0
     stepped: dict[str, float] = {}  # when the new parameters of a chunk are on the host
     starts: list[float] = []
     for _ in range(STEPS):
@@ -45,7 +46,10 @@ def seconds_by_events(plan: Plan) -> float:
         arrives: dict[str, float] = {}
         gradients: list[tuple[float, str]] = []
         for t in range(work.timesteps):
-            for (name, begin), use in begins.items():
+            for name, last in _ends(host, begins):
+                if last == t - 1:
+                    arrives.pop(name, None)
+            for (name, begin), use in sorted(begins.items(), key=lambda one: one[1]):
                 if begin == t and name in streamed and stepped.get(name, 0.0) <= compute:
                     copies = max(copies, compute) + upload(name)
                     arrives[name] = copies
@@ -55,25 +59,25 @@ def seconds_by_events(plan: Plan) -> float:
                     arrives[name] = copies
                 if use == t and name in streamed:
                     compute = max(compute, arrives[name])
-            for name, chunk in host.items():
-                if name not in streamed and chunk.forward[0] == t:
-                    copies = max(copies, stepped.pop(name, 0.0)) + upload(name)
-                    compute = max(compute, copies)
-            for name, last in _ends(host, begins, work.timesteps):
-                if last == t - 1:
-                    arrives.pop(name, None)
+            for name, use in sorted(firsts.items(), key=lambda one: one[1]):
+                is_early = t == work.ready_from(use) and stepped.get(name, 0.0) <= compute
+                if is_early or (t == use and name not in arrives):
+                    copies = max(copies, compute, stepped.pop(name, 0.0)) + upload(name)
+                    arrives[name] = copies
+                if t == use:
+                    compute = max(compute, arrives[name])
             compute += lasts[t]
             for name, chunk in host.items():
                 if chunk.backward[1] == t:
-                    copies = max(copies, compute) + regime.gradient * chunk.elems / machine.d2h
-                    gradients.append((copies, name))
+                    sent = max(sent, compute) + regime.gradient * chunk.elems / machine.d2h
+                    gradients.append((sent, name))
         compute += regime.step * on_device / machine.gpu_memory
         stepped = _stepped(gradients, {name: chunk.elems / rate for name, chunk in host.items()}, cores)
         cores = max([cores, *stepped.values()])
     return (compute - starts[-2]) / 2
 
 
-def _ends(host: dict[str, object], begins: dict[tuple[str, int], int], timesteps: int) -> list[tuple[str, int]]:
+def _ends(host: Iterable[str], begins: Iterable[tuple[str, int]]) -> list[tuple[str, int]]:
     """Return when each stay of a chunk is over: before its next one begins."""
     found = []
     for name in host:

@@ -68,6 +68,19 @@ def placed(workload: Workload, *on_host: str) -> Plan:
     return evaluate_placement(workload, MACHINE, Limits(disk_bytes=0), placements=places, policy="given")
 
 
+def test_a_shared_gradient_is_there_once_those_before_it_in_the_order_are() -> None:
+    """The middle's chunk is reduced first and complete late: others wait for it, and the host begins later."""
+    work = u_net()
+    names = [chunk.name for chunk in work.chunks]
+    held_up = replace(work, chunks=tuple(replace(c, reduced_in=max(10, c.backward[1])) for c in work.chunks))
+    assert work.timestep_seconds is not None
+    assert Loads(held_up, MACHINE, NONE).backward_to_gradient()[names.index("5")] == pytest.approx(
+        sum(work.timestep_seconds[6:11])
+    )
+    on_host = ("1", "2", "3", "5")
+    assert placed(held_up, *on_host).seconds > 1.02 * placed(work, *on_host).seconds
+
+
 def test_a_window_has_the_compute_of_its_timesteps_and_not_of_chunks_that_end_in_it() -> None:
     """The long last unit shares a chunk with another: its seconds count for the window of every chunk that is used before it."""
     work = u_net()

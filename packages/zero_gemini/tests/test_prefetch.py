@@ -19,7 +19,7 @@ from meshfold.zero_gemini.chunks.chunk import Chunk
 from meshfold.zero_gemini.chunks.gradient import ChunkGradient
 from meshfold.zero_gemini.chunks.placement import EVERYTHING_ON_THE_DEVICE
 from meshfold.zero_gemini.optimizer.kernel_runs import ChunkStep
-from meshfold.zero_gemini.prefetch import light_ones, reach, ready_from
+from meshfold.zero_gemini.prefetch import light_ones, reach, reaches, ready_from, ready_in_time
 
 sys.path.append(str(Path(__file__).parent))
 from training_cases import in_chunks
@@ -74,6 +74,21 @@ def test_a_plan_counts_ahead_as_the_executor_does(light: list[bool], prefetch: i
     for timestep in range(len(light)):
         before = [t for t in range(timestep) if timestep - t <= reach(light[t + 1 :], prefetch)]
         assert ready_from(timestep, lights, prefetch) == min(before, default=timestep)
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.booleans()), min_size=1, max_size=12), st.integers(0, 9))
+def test_by_time_a_unit_is_gathered_as_long_before_as_it_takes(units: list[tuple[int, bool]], lead: int) -> None:
+    seconds, lights = [float(spent) for spent, _ in units], frozenset(i for i, (_, light) in enumerate(units) if light)
+    ready = ready_in_time(seconds, lead, light=lights, prefetch=1)
+    for timestep, begin in enumerate(ready):
+        by_count = ready_from(timestep, lights, 1)
+        assert begin == by_count or sum(seconds[begin + 1 : timestep]) < lead
+        assert begin <= by_count and (begin == 0 or sum(seconds[begin:timestep]) >= lead)
+    for timestep, more in enumerate(reaches(ready)):
+        assert {t for t, begin in enumerate(ready) if begin <= timestep} == {*range(timestep + more + 1)}
+    assert ready_in_time(seconds, 0.0, light=lights, prefetch=1) == tuple(
+        ready_from(t, lights, 1) for t in range(len(units))
+    )
 
 
 def test_a_norm_is_light_and_a_block_is_not() -> None:

@@ -44,6 +44,7 @@ from meshfold.zero_gemini.planner import (
     automatic,
     recost,
 )
+from meshfold.zero_gemini.prefetch import reaches
 from meshfold.zero_gemini.profiler import (
     CudaBytes,
     CudaClock,
@@ -67,7 +68,7 @@ def carry_out(gemini: Gemini, plan: Plan, *, moves: bool = True) -> None:
         plan: the plan.
         moves: False: other code has placed the chunks.
     """
-    chunks = gemini.chunks
+    chunks, workload = gemini.chunks, plan.workload
     gemini.stream_on_gpu(False)
     gemini.step_speculatively(False)
     if moves:
@@ -77,12 +78,16 @@ def carry_out(gemini: Gemini, plan: Plan, *, moves: bool = True) -> None:
                 for one in plan.chunks
             }
         )
+    if workload.ready is None:
+        gemini.gather_by((), ())
+    else:
+        gemini.gather_by(workload.units, reaches(workload.ready))
     streams = plan.machine.gpu_streaming > 0 and any(one.state == "host" for one in plan.chunks)
     gemini.stream_on_gpu(streams, halves=plan.strategy == SPLIT_STEP_ON_DEVICE)
     gemini.step_speculatively(plan.strategy == SPECULATIVE_STEP)
     limit, device = plan.limits.gpu_bytes, gemini.memory.device
     if device.type == "cpu" and limit is not None:  # nothing else enforces the limit
-        gemini.memory.compute.budget_bytes = limit - min(plan.workload.non_model_bytes)
+        gemini.memory.compute.budget_bytes = limit - min(workload.non_model_bytes)
     if device.type == "cuda":
         torch.cuda.empty_cache()
 

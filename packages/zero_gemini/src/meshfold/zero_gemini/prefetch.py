@@ -2,11 +2,15 @@
 
 A final norm is too short to hide a gather. So only units with enough compute count; *light* ones are skipped, and gathered with
 the next one that is not light.
+
+A plan knows the seconds of units, and how long a copy from the host takes. Where units are shorter than that, it may let gathers
+begin by time: several units ahead there, one where units are long (:func:`ready_in_time`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping
+from bisect import bisect_right
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
 Name = TypeVar("Name", bound=Hashable)
@@ -54,3 +58,31 @@ def ready_from(timestep: int, light: frozenset[int], prefetch: int) -> int:
         timestep -= 1
         left -= timestep not in light
     return timestep
+
+
+def ready_in_time(seconds: Sequence[float], lead: float, *, light: frozenset[int], prefetch: int) -> tuple[int, ...]:
+    """Return for each timestep the one from which its unit is gathered: none later than by :func:`ready_from`.
+
+    Args:
+        seconds: of compute in each timestep.
+        lead: seconds of compute between the beginning of a gather and the unit's, where the step is that old.
+        light: as in :func:`ready_from`.
+        prefetch: as in :func:`reach`.
+    """
+    found = []
+    for timestep in range(len(seconds)):
+        begin, before = timestep, 0.0
+        while begin > 0 and before < lead:
+            begin -= 1
+            before += seconds[begin]
+        found.append(min(begin, ready_from(timestep, light, prefetch)))
+    return tuple(found)
+
+
+def reaches(ready: Sequence[int]) -> tuple[int, ...]:
+    """Return how many of the coming units are gathered at each timestep, if each is ready from the given one: the inverse.
+
+    Args:
+        ready: for each timestep the one from which its unit is gathered, none before that of an earlier timestep.
+    """
+    return tuple(bisect_right(ready, timestep) - 1 - timestep for timestep in range(len(ready)))

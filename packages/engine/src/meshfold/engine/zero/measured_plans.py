@@ -276,6 +276,7 @@ def workload_in_flight(one: Workload, trace: Trace, flying: InFlight) -> Workloa
     others = (at_once - 1) * max(0, last.left_bytes - end.left_bytes)
     return replace(
         one,
+        in_order=False,
         non_model_bytes=tuple(value + others for value in one.non_model_bytes),
         layers=tuple(replace(layer, kept_bytes=layer.kept_bytes * at_once) for layer in one.layers),
     )

@@ -25,7 +25,7 @@ from meshfold.zero_gemini.chunks.whole_gradient import WholeGradient, runs_of
 from meshfold.zero_gemini.errors import ChunkError
 from meshfold.zero_gemini.group_flags import Flags
 from meshfold.zero_gemini.memory.arena import Block, MemoryTier
-from meshfold.zero_gemini.memory.copies import Arrival, copy_to_host, fetch, stream_of
+from meshfold.zero_gemini.memory.copies import Arrival, copy_to_host, fetch, wait_for_copies
 
 
 class Capture(Protocol):
@@ -298,8 +298,8 @@ class ChunkGradient:
         """Forget everything."""
         self.collect()
         self._arrive()
-        if self._apart is not None and self.chunk.device.type == "cuda":
-            stream_of(self.chunk.device).synchronize()  # its copies may still be running
+        if self._apart is not None:
+            wait_for_copies(self.chunk.device)  # its own may still be running
         self._whole.clear()
         for block in (self._here, self._apart):
             if block is not None:

@@ -1,4 +1,7 @@
-"""Copies between the host and a GPU in parallel with compute, on a separate stream, and waits of the host.
+"""Copies between the host and a GPU in parallel with compute, on a stream for each direction, and waits of the host.
+
+A link carries both directions at once. So a gradient that goes to the host does not wait for parameters that come from there, and
+the host's optimizer begins earlier.
 
 Hooks in backward may have to wait for the optimizer's last step, or for room for a gradient. The device then gets no work and
 idles. `Waiting` reports each such wait, so that profilers do not count it as compute.
@@ -16,20 +19,26 @@ import torch
 
 @functools.cache
 def stream_of(device: torch.device) -> torch.cuda.Stream:
-    """Return the device's stream for copies."""
+    """Return the device's stream for copies, all but those to the host's memory."""
+    return torch.cuda.Stream(device)
+
+
+@functools.cache
+def stream_to_host(device: torch.device) -> torch.cuda.Stream:
+    """Return the device's stream for gradients that go to the host."""
     return torch.cuda.Stream(device)
 
 
 @contextmanager
-def beside(device: torch.device) -> Iterator[None]:
-    """Queue the operations inside on the device's copy stream, after all that was queued before.
+def beside(device: torch.device, *, to_host: bool = False) -> Iterator[None]:
+    """Queue the operations inside on one of the device's copy streams, after all that was queued before for compute.
 
     On a CPU they run at once.
     """
     if device.type != "cuda":
         yield
         return
-    stream = stream_of(device)
+    stream = stream_to_host(device) if to_host else stream_of(device)
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
         yield
@@ -69,25 +78,34 @@ def copy_to_host(
     The source's memory may be released at once, unless ``lasts`` says that it stays until then. Waiting does not use a core.
     """
     arrived: torch.cuda.Event | None = None
-    with beside(device):
+    with beside(device, to_host=True):
         target.copy_(source, non_blocking=True)
         if device.type == "cuda":
             arrived = torch.cuda.Event(blocking=True)
             arrived.record()
     if source.is_cuda and not lasts:
-        source.record_stream(stream_of(device))
+        source.record_stream(stream_to_host(device))
     return arrived
 
 
 def fetch(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return a host tensor on the device, for work that is queued there from now on."""
+    """Return a host tensor on the device, for work that is queued there from now on; a copy to it may be under way."""
     with beside(device):
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).wait_stream(stream_to_host(device))
         here = tensor.to(device, non_blocking=True)
         there = mark(device)
     queue_behind(there, device)
     if here.is_cuda:
         here.record_stream(torch.cuda.current_stream(device))
     return here
+
+
+def wait_for_copies(device: torch.device) -> None:
+    """Let the host wait for all copies between it and a device."""
+    if device.type == "cuda":
+        for stream in (stream_of(device), stream_to_host(device)):
+            stream.synchronize()
 
 
 def synchronize(device: torch.device) -> None:

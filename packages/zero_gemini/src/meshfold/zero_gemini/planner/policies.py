@@ -10,6 +10,7 @@ import numpy as np
 
 from meshfold.mesh import SpecError, did_you_mean
 from meshfold.zero_gemini.errors import MemoryPlanError
+from meshfold.zero_gemini.planner.copies_ahead import with_copies_ahead
 from meshfold.zero_gemini.planner.family import Family, layer_order
 from meshfold.zero_gemini.planner.memory import gpu_kinds
 from meshfold.zero_gemini.planner.options import (
@@ -42,7 +43,7 @@ def plan(workload: Workload, machine: Machine, limits: Limits | None = None) -> 
         MemoryPlanError: if nothing fits; it names the smallest GPU and host bytes with which something does.
     """
     case = _case(workload, machine, limits)
-    return _plan(case, search(case))
+    return with_copies_ahead(_plan(case, search(case)), _found_within)
 
 
 def automatic(workload: Workload, machine: Machine, limits: Limits | None = None) -> Plan:
@@ -218,6 +219,13 @@ def recost(made: Plan, workload: Workload, machine: Machine) -> Plan:
 
 def _case(workload: Workload, machine: Machine, limits: Limits | None) -> Case:
     return Case(workload=workload, machine=machine, limits=(limits or Limits()).on(machine))
+
+
+def _found_within(workload: Workload, machine: Machine, limits: Limits) -> Plan | None:
+    """Return the fastest plan, None if nothing fits."""
+    case = _case(workload, machine, limits)
+    best = search(case)
+    return None if best is None else _plan(case, best)
 
 
 def _plan(case: Case, best: Best | None) -> Plan:

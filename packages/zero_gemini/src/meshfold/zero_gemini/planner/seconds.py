@@ -124,7 +124,7 @@ def _overlapped(build: Builder, loads: Loads, strategy: str) -> None:
     compute = loads.forward.sum() + loads.backward.sum()
     # With a single rank, a step that ends well before the forward is uploaded ahead of its use, so nothing waits for it.
     early = strategy == SPECULATIVE_STEP and loads.workload.data_ranks == 1
-    renewed = loads.waits_forward if early else loads.renewed
+    renewed = loads.renewed_ahead if early else loads.renewed
     exposed = loads.gpu_step + np.maximum(renewed, loads.waits_forward) + loads.waits_backward
     build.add("compute", base=compute, chunk=exposed, layer=loads.recompute)
     _beside(
@@ -311,11 +311,13 @@ class Loads:
         self.forward = np.array([chunk.forward_seconds for chunk in chunks])
         self.backward = np.array([chunk.backward_seconds for chunk in chunks])
         self.first = np.array([chunk.forward[0] for chunk in chunks])
-        self.done = np.array([chunk.backward[1] for chunk in chunks])
+        self.done = np.array([c.backward[1] if c.reduced_in is None else c.reduced_in for c in chunks])
         timesteps = workload.timestep_seconds
         self.starts: Floats | None = None if timesteps is None else np.concatenate([[0.0], np.cumsum(timesteps)])
         waits = np.array([self._waits(chunk) for chunk in chunks])
         self.waits_forward, self.waits_backward = waits[:, :1] * streamed, waits[:, 1:] * streamed
+        # The same for copies of what the host has stepped long before.
+        self.renewed_ahead = self.waits_forward + refreshed * np.array([[self._waits_renewed(c)] for c in chunks])
         recompute = np.array([layer.recompute_seconds for layer in workload.layers])
         self.recompute = np.stack([recompute, np.zeros_like(recompute)], axis=1)
         self.recompute_at = np.array([layer.last + 1 for layer in workload.layers])
@@ -351,6 +353,15 @@ class Loads:
             hidden = float(self.starts[use] - self.starts[begin])
             waits[use >= self.workload.forward_timesteps] += max(0.0, copy - hidden)
         return waits[0], waits[1]
+
+    def _waits_renewed(self, chunk: ChunkCost) -> float:
+        """Return the seconds that the first unit of a resident chunk waits for its new parameters, which are copied like those of a
+        streamed one."""
+        if self.starts is None:
+            return 0.0
+        use = chunk.forward[0]
+        hidden = float(self.starts[use] - self.starts[self.workload.ready_from(use)])
+        return max(0.0, self.regime.parameter * chunk.elems / self.machine.h2d - hidden)
 
     def _collectives(self) -> tuple[float, float, float]:
         """Return a rank's seconds of gathering parameters in forward and in backward, and of reducing gradients."""

@@ -153,6 +153,10 @@ class Workload:
     """a streamed chunk is on the GPU this many timesteps before its use,"""
     light_timesteps: frozenset[int] = frozenset()
     """not counting these, in which next to nothing is computed (:mod:`meshfold.zero_gemini.prefetch`)."""
+    ready: tuple[int, ...] | None = None
+    """for every timestep the one from which on data used there is on the GPU; None: ``prefetch_timesteps`` before it."""
+    in_order: bool = True
+    """units run in the order of the timesteps, in every micro-step: those of a pipeline do not."""
     reshards: bool = True
     """a streamed chunk leaves the GPU between two uses; else it stays from its first to its last of a micro-step."""
     drain_timesteps: int = 1
@@ -183,6 +187,15 @@ class Workload:
             raise SpecError(
                 f"workload {self.name!r}: timestep_seconds has {len(self.timestep_seconds)} numbers, the least "
                 f"{min(self.timestep_seconds, default=0.0)}: give one for each of the {timesteps} timesteps, none below zero"
+            )
+        if self.ready is not None and (
+            list(self.ready) != sorted(self.ready)
+            or len(self.ready) != timesteps
+            or any(not 0 <= first <= t for t, first in enumerate(self.ready))
+        ):
+            raise SpecError(
+                f"workload {self.name!r}: ready={self.ready}: give a timestep for each of the {timesteps}, none later than it nor "
+                "before that of an earlier one"
             )
         for chunk in self.chunks:
             if chunk.forward[1] >= self.forward_timesteps or not self.forward_timesteps <= chunk.backward[0]:
@@ -285,6 +298,8 @@ class Workload:
 
     def ready_from(self, timestep: int) -> int:
         """Return the timestep from which on data used at ``timestep`` is on the GPU."""
+        if self.ready is not None:
+            return self.ready[timestep]
         return ready_from(timestep, self.light_timesteps, self.prefetch_timesteps)
 
     def summed_in(self, timestep: int) -> list[int]:

@@ -55,7 +55,7 @@ class CapturedMoves:
         self._parts: list[list[Work]] = []
         self._visits: dict[Chunk, _Visit] = {}  # chunks on the device now, or on their way
         self._residents: set[Chunk] = set()  # resident chunks whose pending step was waited for
-        self._early: set[Chunk] = set()  # resident chunks whose step was asked about ahead
+        self._early: set[Chunk] = set()  # chunks that a move starts ahead of their use
         self._sent: deque[_Sent] = deque()
         self._is_open = False
         self.segments = 0
@@ -133,7 +133,10 @@ class CapturedMoves:
         for chunk, read in wanted.items():
             moves += self._gather(chunk, read, ahead=False)
         for chunk, read in ahead.items():
-            moves += self._gather(chunk, read, ahead=True)
+            if chunk not in self._visits and chunk not in self._early:
+                moves += self._gather(chunk, read, ahead=True)
+            elif cut:  # a segment ends here anyway
+                moves += self._ask_again(chunk, read)
         for chunk in waited:
             moves += self._wait(chunk)
         self.between(moves)
@@ -178,13 +181,10 @@ class CapturedMoves:
 
     def _gather_resident(self, chunk: Chunk, read: Operands, *, ahead: bool) -> Iterator[Move]:
         """Yield the moves of a resident chunk: at its first use in a step new parameters may come from the host."""
-        if chunk in self._residents or (ahead and chunk in self._early):
+        if chunk in self._residents:
             return
         self._early.add(chunk)
-
-        def start_early() -> None:
-            if chunk.can_gather_early:
-                chunk.gather(read)
+        start_early = partial(_gather_early, chunk, read)
 
         def gather() -> None:
             chunk.gather(read)
@@ -195,6 +195,14 @@ class CapturedMoves:
         else:
             self._residents.add(chunk)
             yield gather, gather
+
+    def _ask_again(self, chunk: Chunk, read: Operands) -> Iterator[Move]:
+        """Yield a move that starts a chunk in a replay if its step had not ended when a unit before began."""
+        visit = self._visits.get(chunk)
+        if visit is not None and not visit.is_waited_for:
+            yield _nothing, visit.start_early
+        elif chunk in self._early and chunk not in self._residents:
+            yield _nothing, partial(_gather_early, chunk, read)
 
     def _wait(self, chunk: Chunk) -> Iterator[Move]:
         visit = self._visits.get(chunk)
@@ -227,6 +235,15 @@ class CapturedMoves:
         self._at.entered = self.place if part else 0
         for work in self._parts[part]:
             work()
+
+
+def _nothing() -> None: ...
+
+
+def _gather_early(chunk: Chunk, read: Operands) -> None:
+    """Start to gather a resident chunk's new parameters, unless that waits for the optimizer, which would delay the unit before."""
+    if chunk.can_gather_early:
+        chunk.gather(read)
 
 
 @dataclass(eq=False)

@@ -82,6 +82,8 @@ class Runtime:
         self._recomputed: set[Unit] = set()  # recomputed units whose backward has not begun
         self._backwards = 0
         self._unfinished: dict[Unit, None] = {}  # forwards left by an exception, as pipeline stages do
+        self._planned: tuple[Sequence[str], Sequence[int]] = ((), ())
+        self._reaches: Sequence[int] | None = None  # units that are gathered ahead at each place; None: by count
         self.gather_cache = GatherCache()
         self.is_quiet = False
         self.capture: CapturedMoves | None = None
@@ -153,11 +155,26 @@ class Runtime:
         chunk.gather(operands)
         self._held[chunk] = None
 
+    def gather_by(self, units: Sequence[str], reaches: Sequence[int]) -> None:
+        """Gather ahead as a plan says, in steps with its order of units; in other steps, and without units, by count.
+
+        Args:
+            units: names, in the order in which the plan expects them to be entered.
+            reaches: of each, how many of the units after it are gathered when it is entered.
+        """
+        self._planned = ([*units], [*reaches])
+        self._use_plan()
+
+    def _use_plan(self) -> None:
+        units, reaches = self._planned
+        self._reaches = reaches if units and [unit.name for unit in self.order] == units else None
+
     def begin_step(self) -> None:
         """Expect the units of the last step in the same order. Call it before each training step."""
         if self._seen:
             self.order, self._seen = self._seen, []
             self._turn = self._seen_forward
+            self._use_plan()
             self.gather_cache.learn([self._chunks[unit] for unit in self.order])
         self.unlearn()
 
@@ -350,8 +367,11 @@ class Runtime:
     def _next(self) -> list[tuple[Unit, Operands]]:
         """Return the next units, with the operands of their chunks that they read."""
         place = self.place
-        coming = (unit in self._light for unit in islice(self.order, place, None))
-        last = place + reach(coming, self._prefetch)
+        if self._reaches is not None:
+            last = place + self._reaches[place - 1]
+        else:
+            coming = (unit in self._light for unit in islice(self.order, place, None))
+            last = place + reach(coming, self._prefetch)
         return [
             (unit, Operands.FORWARD if at < self._turn else self._read_in_backward(unit))
             for at, unit in enumerate(self.order[place:last], place)
