@@ -317,7 +317,9 @@ class Loads:
         waits = np.array([self._waits(chunk) for chunk in chunks])
         self.waits_forward, self.waits_backward = waits[:, :1] * streamed, waits[:, 1:] * streamed
         # The same for copies of what the host has stepped long before.
-        self.renewed_ahead = self.waits_forward + refreshed * np.array([[self._waits_renewed(c)] for c in chunks])
+        self.renewed_ahead = self.waits_forward + refreshed * np.array(
+            [[self._late(chunk, workload.ready_from(chunk.forward[0]), chunk.forward[0])] for chunk in chunks]
+        )
         recompute = np.array([layer.recompute_seconds for layer in workload.layers])
         self.recompute = np.stack([recompute, np.zeros_like(recompute)], axis=1)
         self.recompute_at = np.array([layer.last + 1 for layer in workload.layers])
@@ -345,23 +347,17 @@ class Loads:
         """Return the seconds of a streamed chunk's copies that the timesteps in which they are made do not hide: in the forward,
         and in the backward."""
         waits = [0.0, 0.0]
-        if self.starts is None:
-            return 0.0, 0.0
-        copy = self.regime.parameter * chunk.elems / self.machine.h2d
         for begin, _ in gather_windows(chunk, self.workload):
             use = min(first for first, _ in chunk.uses if first >= begin)
-            hidden = float(self.starts[use] - self.starts[begin])
-            waits[use >= self.workload.forward_timesteps] += max(0.0, copy - hidden)
+            waits[use >= self.workload.forward_timesteps] += self._late(chunk, begin, use)
         return waits[0], waits[1]
 
-    def _waits_renewed(self, chunk: ChunkCost) -> float:
-        """Return the seconds that the first unit of a resident chunk waits for its new parameters, which are copied like those of a
-        streamed one."""
+    def _late(self, chunk: ChunkCost, begin: int, use: int) -> float:
+        """Return the seconds by which a chunk's copy is longer than the timesteps from its beginning to its use."""
         if self.starts is None:
             return 0.0
-        use = chunk.forward[0]
-        hidden = float(self.starts[use] - self.starts[self.workload.ready_from(use)])
-        return max(0.0, self.regime.parameter * chunk.elems / self.machine.h2d - hidden)
+        copy = self.regime.parameter * chunk.elems / self.machine.h2d
+        return max(0.0, copy - float(self.starts[use] - self.starts[begin]))
 
     def _collectives(self) -> tuple[float, float, float]:
         """Return a rank's seconds of gathering parameters in forward and in backward, and of reducing gradients."""
