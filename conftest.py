@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import importlib
 import ipaddress
 import os
 import signal
@@ -127,6 +129,11 @@ def pytest_collection_finish() -> None:
 def pytest_collection(session: pytest.Session) -> Generator[None, object, object]:
     """Have ranks forked from a copy of this process, which has imported all tests by now."""
     result = yield
+    if hasattr(session.config, "workerinput"):
+        # A worker runs a third of all tests: some compile, and the first graph of torch.compile imports this, which takes each
+        # process a second. Ranks that lack what this process has imported since are forked anew, too.
+        with contextlib.suppress(ImportError):
+            importlib.import_module("torch._inductor.pattern_matcher")
     if "meshfold.mesh.testing" in sys.modules and not session.config.option.collectonly:
         sys.modules["meshfold.mesh.testing"].copy_for_ranks()
     return result

@@ -38,6 +38,8 @@ SPECS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 WHOLE = ("ring", "ulysses")  # sequences that ranks share
 ROUGH = ("llama", "qwen3", "mistral", "mixtral")  # their norms compute in float32
+FEW, MANY = 6, 9
+"""requests"""
 PARTS = {"2d": 2, "2.5d": 4, "3d": 4, "3d with split columns": 2}
 """parts into which the rows of a batch are split"""
 # 2 · (11 pages + 1) · 2 tokens · layers · kv_heads · head_dim · 8: one of two layers, and one of two heads
@@ -61,19 +63,20 @@ def made(kind: str) -> Any:
     return own("gpt" if kind == "gpt" else "llama", window=5 if "window" in kind else None).double()
 
 
-def wishes() -> list[tuple[list[int], Sampling]]:
-    """Prompts, of which some begin alike, each with settings of its own."""
+def wishes(count: int) -> list[tuple[list[int], Sampling]]:
+    """Prompts, of which some begin alike, each with settings of its own. As few as six still share, leave and come back."""
+    longest, lengths = (7, 4) if count == FEW else (11, 7)
     kinds: list[dict[str, Any]] = [dict(temperature=0.0), dict(top_k=20), dict(temperature=1.2, repetition_penalty=1.3)]
     first = [5, 9, 11, 7, 33, 8, 41, 12, 6]
     return [
-        ([*first[: 5 + i % 5], 20 + i % 3], Sampling(max_new_tokens=11 - i % 7, seed=i, **kinds[i % 3]))
-        for i in range(9)
+        ([*first[: 5 + i % 5], 20 + i % 3], Sampling(max_new_tokens=longest - i % lengths, seed=i, **kinds[i % 3]))
+        for i in range(count)
     ]
 
 
-def crowded(model: Any, name: str, short: bool) -> tuple[Generator, list[Request]]:
+def crowded(model: Any, name: str, count: int, short: bool) -> tuple[Generator, list[Request]]:
     """Run requests that arrive one by one over pools that are too small for all; ``short``: every token is a row of its own."""
-    chance, waiting, requests = random.Random(5), wishes(), []
+    chance, waiting, requests = random.Random(5), wishes(count), []
     parts = PARTS.get(name, 1)
     host = 0 if name in WHOLE else 14 * parts
     generator = Generator(model, tokens=22 * parts, page_size=2, most_rows=6, chunk=8, ahead=2, host_tokens=host)
@@ -87,12 +90,12 @@ def crowded(model: Any, name: str, short: bool) -> tuple[Generator, list[Request
     return generator, requests
 
 
-def texts(cases: list[tuple[str, str]], short: bool) -> list[Any]:
+def texts(cases: list[tuple[str, str]], count: int, short: bool) -> list[Any]:
     found = []
     for kind, name in cases:
         precision = "fp32" if kind == "mixtral" else "fp64"
         with Engine(made(kind), SPECS[name][1], precision=precision) as engine:
-            generator, requests = crowded(engine.generator, name, short)
+            generator, requests = crowded(engine.generator, name, count, short)
             scheduler = generator.scheduler
             assert scheduler.used_pages == 0 and (generator.host is None or generator.host.used == 0)
             found.append(
@@ -107,18 +110,18 @@ def texts(cases: list[tuple[str, str]], short: bool) -> list[Any]:
     return found
 
 
-def check(size: int, cases: list[tuple[str, str]], short: bool = False) -> None:
+def check(size: int, cases: list[tuple[str, str]], count: int = MANY, short: bool = False) -> None:
     models = {kind: made(kind).eval() for kind, _ in cases}
     alone = {}
     for kind, model in models.items():
         one = Generator(model, page_size=8, most_rows=1)
-        alone[kind] = [one.submit(*wish) for wish in wishes()]
+        alone[kind] = [one.submit(*wish) for wish in wishes(count)]
         while one.busy:
             one.step()
     for kind, model in models.items():
-        for (prompt, sampling), request in zip(wishes(), alone[kind], strict=True):
+        for (prompt, sampling), request in zip(wishes(count), alone[kind], strict=True):
             assert sampling.temperature or request.tokens == greedy(model, prompt, sampling.max_new_tokens)
-    for rank in run_on_ranks(size, texts, cases, short):
+    for rank in run_on_ranks(size, texts, cases, count, short):
         for (heard, counts, reason, parts, held), (kind, name) in zip(rank, cases, strict=True):
             case = (kind, name, reason, counts)
             assert (not reason) == (name not in WHOLE), case
@@ -155,7 +158,7 @@ THIN: dict[int, list[tuple[str, str]]] = {
 
 @pytest.mark.parametrize("size", THIN)
 def test_ranks_write_the_texts_of_one_process(size: int) -> None:
-    check(size, THIN[size])
+    check(size, THIN[size], FEW)
 
 
 @pytest.mark.slow
