@@ -6,7 +6,6 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -40,28 +39,14 @@ def automatic() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def language_patched_once() -> Iterator[None]:
-    """In Triton's interpreter: give ``triton.language`` its interpreted functions once. Triton does so anew for every launch and
-    for every function that a kernel calls, which was a fourth of its time."""
+    """In Triton's interpreter: its functions are put in place once, not at every launch."""
     if os.environ.get("TRITON_INTERPRET") != "1":
         yield
         return
-    from triton import language
-    from triton.runtime import interpreter
+    from patched_language import patched_once
 
-    patch, scopes = interpreter._patch_lang, {}
-
-    def once(function: Any) -> Any:
-        names = [name for name, value in function.__globals__.items() if value is language or value is language.core]
-        modules = frozenset(function.__globals__[name].__name__ for name in names)
-        if modules not in scopes:
-            scopes[modules] = patch(function)
-        return interpreter._LangPatchScope()  # nothing to put back after a launch
-
-    with pytest.MonkeyPatch.context() as patches:
-        patches.setattr(interpreter, "_patch_lang", once)
+    with patched_once():
         yield
-    for scope in reversed(scopes.values()):
-        scope.restore()
 
 
 @pytest.fixture

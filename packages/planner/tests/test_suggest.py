@@ -283,7 +283,7 @@ def test_suggestions_fit_and_the_first_is_fastest() -> None:
 
 def test_a_mixture_is_spread_over_ranks() -> None:
     config = MoELlamaConfig(
-        vocab_size=512, hidden=256, layers=3, heads=4, kv_heads=2, ffn=512, experts=4, top_k=2, max_positions=128
+        vocab_size=512, hidden=256, layers=2, heads=4, kv_heads=2, ffn=512, experts=4, top_k=2, max_positions=128
     )
     found = suggest(lambda: Llama(config), machine(), batch_size=8, seq_len=128, ranks=2)
     families_seen = [one.candidate.family for one in found.options] + [one.family for one in found.rejected]

@@ -260,6 +260,7 @@ def in_chunks(
     placements: Shares = EVERYTHING_ON_THE_DEVICE,
     regime: str = "A",
     stage: int = 3,
+    chunk_elems: int = 1000,
 ) -> tuple[Model, Gemini]:
     model = make_model(False).float()
     mesh = Mesh({"data": world})
@@ -278,7 +279,7 @@ def in_chunks(
         regime=regime,
         seed=3,
         make_optimizer=partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1),
-        chunk_elems=1000,
+        chunk_elems=chunk_elems,
     )
     return model, gemini
 
@@ -350,7 +351,7 @@ def regimes_learn(world: int) -> None:
     """On one batch, over and over: B and C lose little of what A learns."""
     lost, first = {}, 0.0
     for regime in ("A", "B", "C"):
-        model, gemini = in_chunks(world, torch.bfloat16, regime=regime)
+        model, gemini = in_chunks(world, torch.bfloat16, regime=regime, chunk_elems=5000)
         ids, _ = batches(1)[0]
         rank = torch.distributed.get_rank()
         for _ in range(60):
