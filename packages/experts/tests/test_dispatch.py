@@ -259,8 +259,7 @@ def test_an_all_gather_sends_each_token_to_all_ranks_and_its_host_waits_for_no_d
     shard_experts(block, group, exchange="all_gather")
     with record() as log, Waits() as waits:
         experts(x, index, weights).square().sum().backward()
-    # The other hosts' numbers of tokens, over gloo; in backward the number of rows, if it has arrived.
-    assert waits.found == ["host_numbers.py"] * 2
+    assert waits.found == ["host_numbers.py"]  # the other hosts' numbers of tokens, over gloo
     most, away = 13, 3  # the most tokens of a rank, the other ranks
     rows = [away * most * size for size in (row, k * 8, row, row, row, k * 4)]
     assert [(entry.kind, int(entry.bytes)) for entry in log.entries] == [

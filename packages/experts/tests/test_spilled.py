@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -23,6 +26,14 @@ def of_a_rank(rank: int, uneven: bool) -> tuple[Tensor, Tensor, Tensor]:
     x = torch.randn(TOKENS, HIDDEN, dtype=torch.float64, generator=generator)
     index = torch.arange(TOKENS * TOP_K).view(TOKENS, TOP_K) % (2 if uneven else EXPERTS)
     return x, index, torch.rand(TOKENS, TOP_K, dtype=torch.float64, generator=generator)
+
+
+@contextmanager
+def parts_of_few_rows() -> Iterator[None]:
+    """Context manager: a few rows beyond those kept are computed apart, too."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(import_module("meshfold.experts.dispatch"), "FEW", 0)
+        yield
 
 
 class Sharded:
@@ -48,7 +59,7 @@ class Sharded:
         x, weights = (t.to(self.experts.down.dtype).requires_grad_() for t in (x, weights))
         own = {name: self.experts.get_parameter(name) for name in self.block.layout.names}
         how: dict[str, Any] = dict(experts=EXPERTS, group=self.group, weighs=True, parameters=own, **settings)
-        with torch.autocast("cpu", torch.bfloat16, enabled=cast):
+        with parts_of_few_rows(), torch.autocast("cpu", torch.bfloat16, enabled=cast):
             y = dispatch(x, index, weights, self.run, **how)
         leaves = [x, weights, *own.values()]
         return [y.detach(), *torch.autograd.grad(y.sin().sum(), leaves)]
@@ -79,6 +90,10 @@ def test_spilled_rows_are_exact_and_computed_again_only_where_there_are_some() -
     assert [rows for rows, _, _ in layer.runs[:2]] == [2 * MEAN, rest]
     layer.gradients(True, exchange="all_gather", capacity=2.0)
     assert layer.runs == [kept]
+    x, index, weights = of_a_rank(layer.group.index, False)  # so few rows are all kept
+    how: dict[str, Any] = dict(experts=EXPERTS, group=layer.group, exchange="all_gather", parameters={})
+    dispatch(x, index, weights, layer.run, **how)
+    assert layer.runs[1:] == [(whole, True, False)]
 
 
 @ranks(4)

@@ -41,6 +41,8 @@ USED = 0.6
 """Smallest share of an all-gather's rows that ranks work on for it to be chosen."""
 ROOM = 2
 """Most rows of experts, as a multiple of those expected, that are allocated unless asked for, and that backward keeps."""
+FEW = 4096
+"""Rows beyond these that backward keeps too, if there are no more: computing them apart would launch more than it saves memory."""
 
 
 def dispatch(
@@ -259,6 +261,7 @@ def _to_all(
     way = ToAll(group=group, rows=rows)
     pairs = way.arriving * each
     room = most_rows(pairs, experts_each * blocks, experts_each, capacity)
+    kept = ROOM * -(-pairs // blocks)
     return _Trip(
         way=way,
         tokens=tokens,
@@ -266,7 +269,7 @@ def _to_all(
         numbers=numbers,
         first=group.index // sharing * experts_each,
         most=room,
-        kept=ROOM * -(-pairs // blocks),
+        kept=kept if room - kept > FEW else room,
         counts=_evenly(min(room, pairs // blocks), experts_each) if index.is_meta else None,
         home=lambda sums: sums[:own] if more else sums,
     )
