@@ -10,6 +10,7 @@ from meshfold.folding.esmfold import EsmFoldBlock, EsmFoldStack
 from meshfold.folding.esmfold_trunk import EsmFoldTrunk
 from meshfold.folding.evoformer import EvoformerBlock, EvoformerStack, ExtraMSABlock, ExtraMSAStack, PairStack
 from meshfold.folding.functions import attend, gate, key_bias_of, layer_norm, multiply_edges
+from meshfold.folding.gradient_sums import split_parameters, sum_gradients
 from meshfold.folding.memory import MemorySettings
 from meshfold.folding.msa import (
     MSAColumnAttention,
@@ -18,7 +19,7 @@ from meshfold.folding.msa import (
     OuterProductMean,
 )
 from meshfold.folding.pairformer import AttentionPairBias, PairFormerBlock, PairFormerStack
-from meshfold.folding.parallelize import parallelize_folding, split_parameters, sum_gradients
+from meshfold.folding.parallelize import parallelize_folding
 from meshfold.folding.planning import (
     FoldingRun,
     MemoryPlan,

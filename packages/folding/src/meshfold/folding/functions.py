@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from meshfold import kernels
 from meshfold.folding.memory import KEEP_ALL, MemorySettings, Parts, run_parts, some_lines
 from meshfold.kernels import pair_attention, pair_attention_makes_logits
 
@@ -138,6 +139,23 @@ def gate(x: Tensor, logits: Tensor, mask: Tensor | None = None) -> Tensor:
     return gated if mask is None else gated * mask
 
 
+LEAST_NORMALISED = 1 << 23
+"""Elements from which a GPU trains a norm by :func:`meshfold.kernels.layer_norm`.
+
+For few channels of many positions torch's kernel for the gradients of weight and bias takes several times what reading them takes.
+Ours takes the host longer, which small tensors wait for.
+"""
+
+
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     """Normalise the last dim: ``.. c -> .. c``."""
+    if x.is_cuda and _is_faster_in_ours(x, weight):
+        return kernels.layer_norm(x, weight, bias, eps)
     return functional.layer_norm(x, weight.shape, weight, bias, eps)
+
+
+def _is_faster_in_ours(x: Tensor, weight: Tensor) -> bool:
+    """Return True if a GPU trains a norm of these faster by our kernel than by torch's."""
+    if torch.compiler.is_compiling() or not (torch.is_grad_enabled() and weight.requires_grad):
+        return False
+    return x.numel() >= LEAST_NORMALISED and x.dtype is not torch.float64 and not torch.is_autocast_enabled("cuda")

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from meshfold.folding import functions
 from meshfold.folding.axial.attention import attend_rows, pair_bias
 from meshfold.folding.axial.axes import WHOLE, Axes
-from meshfold.folding.axial.overlap import begin
+from meshfold.folding.axial.overlap import begin, redistribute
 from meshfold.folding.axial.sizes import Sizes, rows_cost
 from meshfold.folding.memory import Parts, run_parts, some_lines
 from meshfold.folding.primitives import Attention, GlobalAttention, LayerNorm, Linear
@@ -249,7 +249,7 @@ class OuterProductMean(nn.Module):
             a = factor(self.linear_1) * own
             one, two = (axes.take(mask, 2, some).to(m.dtype) for some in (axes.rows, axes.columns))
             norm = torch.einsum("bsi,bsj->bij", one, two).unsqueeze(-1) + self.eps
-        a = begin(rows, a).wait()
+        a = redistribute(rows, a)
         linear, target = self.linear_out, flat_target(into, 3)
         z = functions.outer_products(
             a, coming.wait(), linear.weight, linear.bias, norm, memory=axes.memory, into=target

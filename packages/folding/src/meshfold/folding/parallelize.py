@@ -1,11 +1,10 @@
-"""Split folding blocks over a mesh, and sum the gradients of their weights."""
+"""Split folding blocks over a mesh."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from meshfold.folding.adopt import adopt_models
 from meshfold.folding.axial.axes import Axes
@@ -15,12 +14,8 @@ from meshfold.folding.esmfold_trunk import EsmFoldTrunk
 from meshfold.folding.memory import KEEP_ALL, MemorySettings
 from meshfold.folding.planning import MemoryLimit
 from meshfold.folding.stack import Stack
-from meshfold.mesh import LayoutError, Mesh, all_reduce
-from meshfold.mesh.recording import weight_gradients
+from meshfold.mesh import LayoutError, Mesh
 from meshfold.mesh.spec import parse_bytes
-
-WHOLE_TENSOR_STACKS = (Stack, EsmFoldTrunk, MSAEncoder)
-"""Modules that split and gather tensors; their own layers get whole ones."""
 
 
 def parallelize_folding(
@@ -34,7 +29,7 @@ def parallelize_folding(
     """Split the pair and MSA tensors of every folding block in a model, in place; return the model.
 
     Weights stay whole on every rank. Stacks (``EvoformerStack`` ...) still take and return whole tensors, the same on every
-    rank; single blocks take and return this rank's block. After backward, call :func:`sum_gradients`.
+    rank; single blocks take and return this rank's block. After backward, call :func:`.sum_gradients`.
 
     Models of transformers get blocks of this package, with the same parameters: see :func:`adopt_models`.
 
@@ -78,34 +73,3 @@ def parallelize_folding(
         if isinstance(module, (Stack, EsmFoldTrunk)):
             module.chooser = None if isinstance(limit, MemorySettings) else MemoryLimit(limit)
     return model
-
-
-def split_parameters(model: nn.Module) -> dict[str, tuple[nn.Parameter, Axes]]:
-    """Return the parameters of split blocks by name, with the axes over which their gradients have to be summed.
-
-    What is outside the blocks sees whole tensors, the last layer of a stack too: its gradients are the same on every rank.
-    """
-    found: dict[str, tuple[nn.Parameter, Axes]] = {}
-    for prefix, module in model.named_modules():
-        axes = getattr(module, "axes", None)
-        if isinstance(axes, Axes) and not isinstance(module, WHOLE_TENSOR_STACKS):
-            for name, parameter in module.named_parameters(prefix):
-                found[name] = parameter, axes
-    return found
-
-
-def sum_gradients(model: nn.Module) -> None:
-    """Sum the gradients of :func:`split_parameters` over the ranks, in place, once after each backward.
-
-    Each rank has seen only its own blocks, so its gradient is one term of a sum. The sum is not divided by the number of ranks.
-    """
-    buckets: dict[tuple[Axes, torch.dtype, torch.device], list[Tensor]] = {}
-    for parameter, axes in split_parameters(model).values():
-        if parameter.grad is not None and axes.is_split:
-            grad = parameter.grad
-            buckets.setdefault((axes, grad.dtype, grad.device), []).append(grad)
-    for (axes, _, _), grads in buckets.items():
-        with weight_gradients():
-            total = all_reduce(torch.cat([grad.reshape(-1) for grad in grads]), axes.mesh.group(*axes.all), own=True)
-        for grad, part in zip(grads, total.split([grad.numel() for grad in grads]), strict=True):
-            grad.copy_(part.view(grad.shape))

@@ -10,7 +10,7 @@ from torch import nn
 from meshfold.folding.axial.axes import Axes
 from meshfold.folding.axial.sizes import Sizes
 from meshfold.folding.esmfold_trunk import EsmFoldTrunk
-from meshfold.folding.parallelize import split_parameters
+from meshfold.folding.gradient_sums import split_parameters
 from meshfold.folding.template import TemplatePairStack
 from meshfold.tensor_parallel import Cost, CostEntry
 

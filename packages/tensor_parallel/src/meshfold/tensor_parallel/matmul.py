@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, Literal
+from functools import partial
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from meshfold.kernels import once_differentiable
+from meshfold.kernels import applied, once_differentiable
 from meshfold.mesh import LayoutError, Mesh
-from meshfold.mesh.collectives import Primitive, adjoint_pair, non_view_result
+from meshfold.mesh.collectives import Primitive, adjoint_pair, non_view_result, traceable_result
 from meshfold.mesh.parameters import defer_weight_grad
 from meshfold.tensor_parallel.lowerings import Lowering, find_lowering
-from meshfold.tensor_parallel.lowerings.gather import start_gather, start_leave
+from meshfold.tensor_parallel.lowerings.gather import Gather, Moves, bind_gather
 from meshfold.tensor_parallel.plan import MatmulPlan
 
 
@@ -52,7 +53,12 @@ def matmul(
     return bind_matmul(plan, mesh, lowering=lowering, keep=keep)(x, w)
 
 
-Product = Callable[[Tensor, Tensor], Tensor]
+class Product(Protocol):
+    """A matmul that is bound to its plan and mesh."""
+
+    def __call__(self, x: Tensor, w: Tensor, bias: Tensor | None = None, /) -> Tensor:
+        """Return ``.. n`` for ``x .. k`` and ``w [n, k]``; a bias ``n`` only if :func:`adds_bias` says so."""
+        ...
 
 
 def bind_matmul(
@@ -69,6 +75,14 @@ def bind_matmul(
     if lowering == "gather" and on_one_rank(plan, mesh):
         return functional.linear  # fewer launches: they dominate a small model's step
     return mesh.once(("matmul", plan, lowering, keep), lambda: _make_product(plan, mesh, chosen, keep))
+
+
+def adds_bias(plan: MatmulPlan, mesh: Mesh, lowering: str) -> bool:
+    """Return True if the product of :func:`bind_matmul` takes a bias, whose columns are those of this rank's y.
+
+    Partial sums that ranks add up get it on the first of them alone. The bias's gradient is summed over this rank's tokens.
+    """
+    return lowering == "gather" and (on_one_rank(plan, mesh) or bind_gather(plan, mesh).takes_bias)
 
 
 def bind_product(plan: MatmulPlan, mesh: Mesh, lowering: Lowering) -> Product:
@@ -132,36 +146,57 @@ def on_one_rank(plan: MatmulPlan, mesh: Mesh) -> bool:
 
 
 def _make_product(plan: MatmulPlan, mesh: Mesh, chosen: Lowering, keep: frozenset[str]) -> Product:
+    bound = bind_gather(plan, mesh)
+    if type(chosen) is Gather:
+        forward, backward = bound.forward, bound.backward
+    else:
+        forward, backward = partial(chosen.forward, plan, mesh), partial(chosen.backward, plan, mesh)
+
     class Matmul(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
-            y, x_whole, w_whole = chosen.forward(plan, mesh, x, w, keep)
-            kept = [whole for whole in (x_whole, w_whole) if whole is not None]
-            ctx.save_for_backward(x, w, *kept)
-            return non_view_result(y, x)
+        def forward(ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
+            rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+            y, x_whole, w_whole = forward(rows, w, keep) if bias is None else bound.forward(rows, w, keep, bias)
+            if keep:
+                kept = [whole for whole in (x_whole, w_whole) if whole is not None]
+                ctx.save_for_backward(x, w, *kept)
+            else:
+                ctx.save_for_backward(x, w)
+            if rows is x:
+                return non_view_result(y, x)
+            lead = x.shape[:-1]
+            return _of_shape(y, (*(lead if y.shape[0] == rows.shape[0] else lead_shape(lead, y.shape[0])), y.shape[1]))
 
         @staticmethod
         @once_differentiable
         def backward(ctx: Any, dy: Tensor) -> Any:
-            x, w = ctx.saved_tensors[:2]
+            saved, wants = ctx.saved_tensors, ctx.needs_input_grad
+            x, w = saved[0], saved[1]
             # By index from both ends: torch.compile cannot always trace a starred assignment.
-            x_whole = ctx.saved_tensors[2] if "x" in keep else None
-            w_whole = ctx.saved_tensors[-1] if "w" in keep else None
-            return chosen.backward(
-                plan,
-                mesh,
-                x,
-                w,
-                dy,
-                wants=(ctx.needs_input_grad[0], ctx.needs_input_grad[1]),
-                kept=(x_whole, w_whole),
-            )
+            kept = saved[2] if "x" in keep else None, saved[-1] if "w" in keep else None
+            if x.dim() == 2:
+                dx, dw = backward(x, w, dy, wants=(wants[0], wants[1]), kept=kept)
+            else:
+                dy = dy.reshape(-1, dy.shape[-1])
+                dx, dw = backward(x.reshape(-1, x.shape[-1]), w, dy, wants=(wants[0], wants[1]), kept=kept)
+                dx = None if dx is None else dx.view(x.shape)
+            return dx, dw, dy.sum(0) if wants[2] else None
 
-    def product(x: Tensor, w: Tensor) -> Tensor:
-        y: Tensor = Matmul.apply(x.reshape(-1, x.shape[-1]), w)
-        return y.view(*lead_shape(x.shape[:-1], y.shape[0]), y.shape[-1])
+    apply = applied(Matmul)
+
+    def product(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
+        y: Tensor = apply(x, w, bias)
+        return y
 
     return product
+
+
+def _of_shape(y: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Return what a Function has made in another shape, for it to return: never a view, see :func:`non_view_result`."""
+    if torch.compiler.is_compiling():
+        return traceable_result(y.view(shape))
+    found: Tensor = torch.ops.aten._unsafe_view(y, shape)
+    return found
 
 
 def lead_shape(lead: torch.Size, rows: int) -> tuple[int, ...]:
@@ -189,22 +224,20 @@ def bind_enter_operand(plan: MatmulPlan, mesh: Mesh, operand: Literal["x", "w"])
     The result takes a tensor of two dims, local at rest: ``[m, k]`` for x, ``[n, k]`` for w.
     """
     plan.prepare(mesh)
-    return mesh.once(
-        ("enter operand", plan, operand),
-        lambda: adjoint_pair(
-            lambda tensor: start_gather(plan, mesh, operand, tensor).wait(),
-            lambda grad: start_leave(plan, mesh, operand, grad).wait(),
-        ),
-    )
+
+    def make() -> Primitive:
+        moves = Moves(plan, mesh, operand)
+        return adjoint_pair(moves.gather, moves.leave)
+
+    return mesh.once(("enter operand", plan, operand), make)
 
 
 def bind_leave_operand(plan: MatmulPlan, mesh: Mesh) -> Primitive:
     """Bind the scatter and sum of y, ``[m, n]`` partial sums to local at rest; backward gathers dy."""
     plan.prepare(mesh)
-    return mesh.once(
-        ("leave operand", plan),
-        lambda: adjoint_pair(
-            lambda partial: start_leave(plan, mesh, "y", partial).wait(),
-            lambda grad: start_gather(plan, mesh, "y", grad).wait(),
-        ),
-    )
+
+    def make() -> Primitive:
+        moves = Moves(plan, mesh, "y")
+        return adjoint_pair(moves.leave, moves.gather)
+
+    return mesh.once(("leave operand", plan), make)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from meshfold.folding.axial.redistribute import Redistribution
+from meshfold.kernels import applied, once_differentiable
 from meshfold.mesh import Pending
 from meshfold.mesh.collectives import non_view_result
 
@@ -39,13 +40,13 @@ class Coming:
     def __init__(self, move: Redistribution, x: Tensor) -> None:
         """Start it; see :func:`begin`."""
         self._flight = _Flight(move) if move.steps else None
-        self._ticket: Tensor = x if self._flight is None else _Begin.apply(x, self._flight)
+        self._ticket: Tensor = x if self._flight is None else _begin(x, self._flight)
 
     def wait(self) -> Tensor:
         """Return the block of the target layout."""
         if self._flight is None:
             return self._ticket
-        arrived: Tensor = _Arrive.apply(self._ticket, self._flight)
+        arrived: Tensor = _arrive(self._ticket, self._flight)
         return arrived
 
 
@@ -55,8 +56,23 @@ def begin(move: Redistribution, x: Tensor) -> Coming:
 
 
 def redistribute(move: Redistribution, x: Tensor) -> Tensor:
-    """Redistribute and wait; differentiable."""
-    return begin(move, x).wait()
+    """Redistribute and wait; differentiable. One node of autograd, where :func:`begin` and ``wait`` make one each."""
+    return _move(x, move) if move.steps else x
+
+
+class _Move(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, move: Redistribution) -> Tensor:
+        ctx.move = move
+        return non_view_result(move.start(x.contiguous()).wait(), x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return ctx.move.start_adjoint(grad.contiguous()).wait(), None
+
+
+_move = applied(_Move)
 
 
 class _Begin(torch.autograd.Function):
@@ -64,7 +80,7 @@ class _Begin(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, flight: _Flight) -> Tensor:
         ctx.flight = flight
         flight.forward = flight.move.start(x.contiguous())
-        return x.new_zeros(())
+        return x.new_empty(0)  # a ticket has no values, which would be a launch
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> Any:
@@ -84,4 +100,7 @@ class _Arrive(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         ctx.flight.backward = ctx.flight.move.start_adjoint(grad.contiguous())
-        return grad.new_zeros(()), None
+        return grad.new_empty(0), None
+
+
+_begin, _arrive = applied(_Begin), applied(_Arrive)

@@ -22,8 +22,9 @@ from torch import Tensor
 
 from meshfold.folding import functions
 from meshfold.folding.axial.axes import Axes
-from meshfold.kernels import once_differentiable
+from meshfold.kernels import applied, once_differentiable
 from meshfold.mesh import Layout, Mesh, Pending, collectives
+from meshfold.mesh.collectives import non_view_result
 from meshfold.tensor_parallel import CostEntry, MatmulPlan, plan
 
 
@@ -37,7 +38,8 @@ def edge_product(axes: Axes, x: Tensor, w: Tensor) -> Tensor:
     """Return ``Σ_k x[m, k] w[n, k]`` for each channel: ``b m k c, b n k c -> b m n c``, each a block of ``rows × columns``."""
     if not axes.is_split and axes.product_steps == 1:
         return functions.multiply_edges(x, w)
-    y: Tensor = _Product.apply(x, w, EdgeProduct(axes))
+    key = ("edge product", axes.rows, axes.columns, axes.product_steps)
+    y: Tensor = _product(x, w, axes.mesh.once(key, lambda: EdgeProduct(axes)))
     return y
 
 
@@ -109,6 +111,10 @@ class _Product(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, w: Tensor, product: EdgeProduct) -> Tensor:
         ctx.product = product
         ctx.save_for_backward(x, w)
+        if product.steps == 1:
+            arrived = product.gather(w, 1, product.gathered).wait()
+            y = product.scatter(functions.multiply_edges(x, arrived), 2, product.scattered).wait()
+            return non_view_result(y.contiguous(), x)
         b, _, k, c = w.shape
         cells = w.reshape(b, product.cells_w, -1, k, c)
         width = cells.shape[2]
@@ -138,6 +144,8 @@ class _Product(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> Any:
         x, w = ctx.saved_tensors
         product: EdgeProduct = ctx.product
+        if product.steps == 1:
+            return *_gradients(product, x, w, dy), None
         b, _, k, c = w.shape
         m = x.shape[1]
         cells = w.reshape(b, product.cells_w, -1, k, c)
@@ -168,6 +176,18 @@ class _Product(torch.autograd.Function):
         if leaving is not None:
             _put(dw, slices[-1], leaving.wait(), cells_dim=1)
         return dx, dw.view(w.shape), None
+
+
+_product = applied(_Product)
+
+
+def _gradients(product: EdgeProduct, x: Tensor, w: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
+    """Return dx and dw of a product in one step; dw is on its way while dx is computed."""
+    coming_dy, coming_w = product.gather(dy, 2, product.scattered), product.gather(w, 1, product.gathered)
+    dy, w = coming_dy.wait(), coming_w.wait()
+    leaving = product.scatter(functions.multiply_edges(dy.transpose(1, 2), x.transpose(1, 2)), 1, product.gathered)
+    dx = functions.multiply_edges(dy, w.transpose(1, 2))
+    return dx, leaving.wait().contiguous()
 
 
 def _put(out: Tensor, at: tuple[int, int], thin: Tensor, cells_dim: int = 2) -> None:

@@ -28,6 +28,7 @@ from meshfold.mesh.collectives import operations
 from meshfold.mesh.errors import LayoutError
 from meshfold.mesh.mesh import Mesh
 
+_transforms: Callable[[], bool] = torch._C._are_functorch_transforms_active
 Axes = tuple[str, ...]
 Primitive = Callable[[Tensor], Tensor]
 
@@ -92,8 +93,13 @@ def adjoint_pair(forward: Primitive, backward: Primitive) -> Primitive:
         def backward(ctx: Any, grad: Tensor) -> Tensor:
             return backward(grad)
 
+    direct: Primitive = super(torch.autograd.Function, Pair).apply
+
     def apply(x: Tensor) -> Tensor:
-        return Pair.apply(x)  # type: ignore[no-any-return]
+        """Apply it without torch's preparations for ``torch.func``, which take the host some microseconds."""
+        if torch.compiler.is_compiling() or _transforms():
+            return Pair.apply(x)  # type: ignore[no-any-return]
+        return direct(x)
 
     return apply
 

@@ -23,6 +23,7 @@ from typing import Any, NoReturn, Self, SupportsIndex
 import torch
 from torch import Tensor, nn
 
+from meshfold.kernels.inputs import is_autocast
 from meshfold.mesh import Mesh, ParameterMeta, Placement, annotate, metadata
 
 
@@ -132,11 +133,6 @@ def shard_parameter(parameter: Tensor, placement: Placement, mesh: Mesh, *, turn
     block = nn.Parameter(local, requires_grad=parameter.requires_grad)
     annotate(block, ParameterMeta(mesh=mesh, placement=placement))
     return block
-
-
-def is_autocast(x: Tensor) -> bool:
-    """Return True if operations on a tensor are cast now."""
-    return not x.is_meta and torch.is_autocast_enabled(x.device.type)
 
 
 def to_autocast_dtype(x: Tensor) -> Tensor:

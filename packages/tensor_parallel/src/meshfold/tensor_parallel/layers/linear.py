@@ -14,7 +14,7 @@ stem        raw input    residual                as h of residual
     dgrad    dx = leave(gather(dy) gather(w)ᵀ)
     wgrad    dw = leave(gather(x)ᵀ gather(dy));  db = sum of dy over tokens
 
-The bias is added once, after y has been reduced.
+The bias is added once: by the product itself, of partial sums on the first of their ranks, or after y has been reduced.
 """
 
 from __future__ import annotations
@@ -28,23 +28,25 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from meshfold.kernels import Fp8Recipe, Fp8Weight
-from meshfold.mesh import Layout, LayoutError, Mesh, Part, Placement, metadata
+from meshfold.kernels.inputs import is_autocast
+from meshfold.mesh import Layout, Mesh, Part, Placement, metadata
 from meshfold.mesh.collectives import bind_collect, bind_enter, bind_take, identity
 from meshfold.mesh.parameters import MatmulOperands, WeightGradSite, accumulate_grad, may_defer, values_of
 from meshfold.tensor_parallel.fp8_matmul import Fp8Gather, bind_fp8_lowering
 from meshfold.tensor_parallel.layers.base import (
     BatchShape,
     ShardedLayer,
-    is_autocast,
     shard_parameter,
     to_autocast_dtype,
 )
 from meshfold.tensor_parallel.layers.head_exchange import HeadExchange
 from meshfold.tensor_parallel.layers.input_adapters import InputAdapter, as_given, flattened, rows_taken
+from meshfold.tensor_parallel.layers.linear_sizes import check_sizes
 from meshfold.tensor_parallel.layers.redirection import unredirected
 from meshfold.tensor_parallel.layers.repeated_spans import bind_sum_repeated, repeated_spans
 from meshfold.tensor_parallel.lowerings.gather import turns_weight
 from meshfold.tensor_parallel.matmul import (
+    adds_bias,
     bind_deferred_matmul,
     bind_enter_operand,
     bind_matmul,
@@ -53,7 +55,7 @@ from meshfold.tensor_parallel.matmul import (
     on_one_rank,
     weight_gradient,
 )
-from meshfold.tensor_parallel.modes import Mode, find_mode, split_evenly, vocabulary_multiple
+from meshfold.tensor_parallel.modes import Mode, find_mode, vocabulary_multiple
 from meshfold.tensor_parallel.plan import MatmulPlan, plan
 
 Role = Literal["column", "row", "head", "tied_head", "stem", "adapter"]
@@ -184,7 +186,7 @@ class Linear(ShardedLayer):
             self.exchange = HeadExchange(mesh, mode.layout("hidden")["n"], width, parts)
             parts = ()  # the weight is not split
         else:
-            _check_sizes(self, mesh)
+            check_sizes(self, mesh)
         multiple = {0: vocabulary_multiple(mode, mesh)} if role in ("head", "tied_head") else {}
         w, fused = self.plan.w, {0: parts} if parts else {}
         place = Placement(
@@ -310,6 +312,7 @@ class Linear(ShardedLayer):
         """Bind the products for the layer's current plan, lowering and precision."""
         plan, mesh = self._multiplies, self.mesh
         self._alone = self._fp8 is None and (self._apart or on_one_rank(plan, mesh))
+        self._adds_bias = self._fp8 is None and not self._alone and adds_bias(plan, mesh, self.lowering)
         if self._fp8 is not None:
             self._multiply = bind_product(plan, mesh, self._fp8)
             self.fp8_weight, self._cast_products = self._fp8.weight(plan, mesh), self._fp8.cast_products(plan, mesh)
@@ -333,36 +336,56 @@ class Linear(ShardedLayer):
 
     @unredirected
     def forward(self, x: Tensor) -> Tensor:
-        weight = to_autocast_dtype(self._sum_weight(self.weight))
-        x, lead = self.input_adapter(x)
-        exchange, bias = self.exchange, self.bias
+        casts, bias, exchange = is_autocast(x), self.bias, self.exchange
+        weight: Tensor = self.weight
+        if self._sum_weight is not identity:
+            weight = self._sum_weight(weight)
+        if casts:
+            weight = to_autocast_dtype(weight)
+        lead = None
+        if casts or self.input_adapter is not as_given:
+            x, lead = self.input_adapter(x)
         if exchange is not None and self.role == "row":
             x = exchange.to_tokens(x.reshape(-1, x.shape[-1]))
         # Not under autocast: dw is deferred for the parameter itself, not for a cast copy.
-        site = self._site if torch.is_grad_enabled() and weight.requires_grad and not is_autocast(x) else None
-        if site is not None and not may_defer(self.weight):
+        site = self._site
+        if site is not None and (
+            casts or not torch.is_grad_enabled() or not weight.requires_grad or not may_defer(self.weight)
+        ):
             site = None
-        cast = None if self.fp8_weight is None or is_autocast(x) else self.fp8_weight.get(self.weight)
+        cast = None if casts or self.fp8_weight is None else self.fp8_weight.get(self.weight)
         if cast is not None:
             products = self._cast_products
             y = products.product(x, weight, cast) if site is None else products.deferred(x, cast, site.ticket)
         elif site is not None:
             free = weight.detach()
             y = self._multiply_deferred(x, free if self.stored == "nk" else free.t(), site.ticket)
-        elif self._alone and bias is not None and bias.dtype == weight.dtype:
-            y, bias = functional.linear(x, weight if self.stored == "nk" else weight.t(), bias), None
         else:
-            y = self._multiply(x, weight if self.stored == "nk" else weight.t())
+            operand = weight if self.stored == "nk" else weight.t()
+            if bias is None or bias.dtype is not weight.dtype:
+                y = self._multiply(x, operand)
+            elif self._alone:
+                y, bias = functional.linear(x, operand, bias), None
+            # In a graph, which fuses it with what follows, and in a plan's counts the bias is an operator of its own.
+            elif self._adds_bias and not (x.is_meta or torch.compiler.is_compiling()):
+                y, bias = self._multiply(x, operand, self._entered(bias)), None
+            else:
+                y = self._multiply(x, operand)
         if exchange is not None and self.role == "column":
             y = exchange.to_heads(self._plus_bias(y, bias).reshape(-1, y.shape[-1]))
             bias = None
         if lead is not None:
             y = y.view(*lead_shape(lead, y.numel() // y.shape[-1]), y.shape[-1])
-        y = self._plus_bias(y, bias)
-        return self.whole(y) if self.gather_output else y
+        if bias is not None:
+            y = self._plus_bias(y, bias)
+        return self.whole(y) if self._batch is not None and self.gather_output else y
 
     def _plus_bias(self, y: Tensor, bias: nn.Parameter | None) -> Tensor:
-        return y if bias is None else y + self._enter_bias(self._sum_bias(bias)).to(y.dtype)
+        return y if bias is None else y + self._entered(bias).to(y.dtype)
+
+    def _entered(self, bias: nn.Parameter) -> Tensor:
+        """Return the bias as the layer uses it: backward sums its gradient over the ranks that have a part of it."""
+        return self._enter_bias(self._sum_bias(bias))
 
     # The interface through which meshfold.kernels.fuse defers a head's logits to their loss.
 
@@ -395,7 +418,7 @@ class Linear(ShardedLayer):
         """Return the operands of the local matmul: rows ``m k``, weight ``v k`` and bias ``v``, each with its gradient."""
         rows = bind_enter_operand(self.plan, self.mesh, "x")(x.reshape(-1, x.shape[-1]))
         weight = bind_enter_operand(self.plan, self.mesh, "w")(self._sum_weight(self.weight))
-        bias = None if self.bias is None else self._enter_bias(self._sum_bias(self.bias))
+        bias = None if self.bias is None else self._entered(self.bias)
         return rows, weight, bias
 
     def whole(self, y: Tensor) -> Tensor:
@@ -419,30 +442,3 @@ def stem_plan(mode: Mode) -> MatmulPlan:
         Layout({"k": (), "n": residual["h"]}),
         Layout({"m": residual["m"], "n": residual["h"]}),
     )
-
-
-def _check_sizes(layer: Linear, mesh: Mesh) -> None:
-    """Refuse sizes that cannot be split; a head's vocabulary is padded instead."""
-    matmul_plan = layer.plan
-    for axes in (matmul_plan.x[matmul_plan.k], matmul_plan.w[matmul_plan.k]):
-        split_evenly(layer.in_features, axes, mesh, f"in_features={layer.in_features} of a {layer.role} layer")
-    if layer.role not in ("head", "tied_head") and not layer.parts:
-        for axes in (matmul_plan.y[matmul_plan.n], matmul_plan.w[matmul_plan.n]):
-            split_evenly(layer.out_features, axes, mesh, f"out_features={layer.out_features} of a {layer.role} layer")
-    gathered = [axis for dim, axis in matmul_plan.extras("w") if dim == matmul_plan.n]
-    if mesh.size(*gathered) > 1 and (len(layer.parts) > 1 or any(part.repeat > 1 for part in layer.parts)):
-        raise LayoutError(
-            f"fused parts {tuple(part.size for part in layer.parts)} cannot be split over {', '.join(gathered)}, which "
-            f"layout w={str(matmul_plan.w)!r} puts on {matmul_plan.n} and the matmul gathers again: let it split "
-            f"{matmul_plan.k} in the mode's {layer.role} layout"
-        )
-    for part in layer.parts:
-        split_evenly(
-            part.size * part.repeat,
-            matmul_plan.y[matmul_plan.n],
-            mesh,
-            f"a part of {part.size} of a {layer.role} layer",
-        )
-    for part in layer.input_parts:
-        what = f"a part of {part.size} of what a {layer.role} layer reads"
-        split_evenly(part.size, matmul_plan.x[matmul_plan.k], mesh, what)

@@ -19,8 +19,9 @@ from torch import Tensor, nn
 
 from meshfold import kernels
 from meshfold.kernels.fuse import Norm
+from meshfold.kernels.inputs import is_autocast
 from meshfold.mesh import LayoutError, Mesh, Part, Placement, collectives, metadata
-from meshfold.mesh.collectives import bind_enter, traceable_result
+from meshfold.mesh.collectives import bind_enter, identity, traceable_result
 from meshfold.tensor_parallel.layers.base import (
     ShardedLayer,
     shard_parameter,
@@ -103,15 +104,20 @@ class _Norm(ShardedLayer):
 
     def _normalised(self, x: Tensor, *parameters: Tensor | None) -> Tensor:
         normalise = self._normalise_float64 if x.dtype == torch.float64 else self._normalise
+        if not is_autocast(x):
+            return normalise(x, *parameters)
         with without_autocast(x):
             return normalise(x, *parameters)
 
     def _entered(self, parameter: nn.Parameter | None) -> Tensor | None:
-        return None if parameter is None else self._enter(self._sum_repeated(parameter))
+        if parameter is None:
+            return None
+        repeated = parameter if self._sum_repeated is identity else self._sum_repeated(parameter)
+        return repeated if self._enter is identity else self._enter(repeated)
 
     def _factor(self) -> Tensor | None:
         weight = self._entered(self.weight)
-        return weight if weight is None else shifted(weight, self.offset)
+        return weight if weight is None or not self.offset else shifted(weight, self.offset)
 
     def extra_repr(self) -> str:
         return f"{self.hidden}, eps={self.eps}, mode={self.mode.name}"
