@@ -1,4 +1,4 @@
-"""What blocks over ranks make the host do in eager code, counted: nodes of autograd, launches, walks through a model."""
+"""Counts of what blocks over ranks make the host do in eager code: nodes of autograd, launches, walks through a model."""
 
 from __future__ import annotations
 

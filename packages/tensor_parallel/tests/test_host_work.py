@@ -1,4 +1,4 @@
-"""What a split layer makes the host do in eager code, counted: nodes of autograd, operators, Python calls of ours.
+"""Counts of what a split layer makes the host do in eager code: nodes of autograd, operators, Python calls of ours.
 
 Where kernels are short, the host's work is the time of a layer. A count that must grow is a decision, not an accident.
 """

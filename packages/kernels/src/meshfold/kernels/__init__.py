@@ -73,6 +73,7 @@ from meshfold.kernels.grad_pass import (
     write_gradient,
 )
 from meshfold.kernels.grouped_products import grouped_product, grouped_shape
+from meshfold.kernels.inputs import is_autocast
 from meshfold.kernels.layerwise import LAYERWISE, lamb_direction, lars_step
 from meshfold.kernels.linear_cross_entropy import (
     VocabularyShard,
@@ -226,6 +227,7 @@ __all__ = [
     "gradients_in_backward",
     "grouped_product",
     "grouped_shape",
+    "is_autocast",
     "join_master",
     "keep_packed",
     "lamb_apply_lists",

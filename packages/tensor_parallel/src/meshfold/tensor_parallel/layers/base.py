@@ -23,7 +23,7 @@ from typing import Any, NoReturn, Self, SupportsIndex
 import torch
 from torch import Tensor, nn
 
-from meshfold.kernels.inputs import is_autocast
+from meshfold.kernels import is_autocast
 from meshfold.mesh import Mesh, ParameterMeta, Placement, annotate, metadata
 
 

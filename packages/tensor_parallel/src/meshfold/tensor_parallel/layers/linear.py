@@ -27,8 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from meshfold.kernels import Fp8Recipe, Fp8Weight
-from meshfold.kernels.inputs import is_autocast
+from meshfold.kernels import Fp8Recipe, Fp8Weight, is_autocast
 from meshfold.mesh import Layout, Mesh, Part, Placement, metadata
 from meshfold.mesh.collectives import bind_collect, bind_enter, bind_take, identity
 from meshfold.mesh.parameters import MatmulOperands, WeightGradSite, accumulate_grad, may_defer, values_of

@@ -1,4 +1,4 @@
-"""What sizes a linear layer may have: each split dim is a multiple of its ranks."""
+"""Check of a linear layer's sizes: each split dim is a multiple of its ranks."""
 
 from __future__ import annotations
 

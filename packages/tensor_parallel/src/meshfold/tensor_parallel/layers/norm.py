@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from meshfold import kernels
+from meshfold.kernels import is_autocast
 from meshfold.kernels.fuse import Norm
-from meshfold.kernels.inputs import is_autocast
 from meshfold.mesh import LayoutError, Mesh, Part, Placement, collectives, metadata
 from meshfold.mesh.collectives import bind_enter, identity, traceable_result
 from meshfold.tensor_parallel.layers.base import (
