@@ -118,6 +118,7 @@ class Contestant:
         around: makes what holds while it runs.
         warm: steps have been made already: nothing more is compiled or captured.
         last_ms: milliseconds of a step that was made already; 0 if none was timed.
+        known_ms: milliseconds of a step, of one that is not run again; 0: it is timed.
     """
 
     name: str
@@ -129,6 +130,7 @@ class Contestant:
     around: Callable[[], AbstractContextManager[Any]] = nullcontext
     warm: bool = False
     last_ms: float = 0.0
+    known_ms: float = 0.0
 
 
 def machine() -> dict[str, Any]:

@@ -36,10 +36,11 @@ from benchmarks.common import (
     check_out,
     parse_with_tiny,
 )
-from benchmarks.decode_report import FORMS, GPT_FAST, JUDGED, OURS, PEER, report
+from benchmarks.decode_report import CONTINUOUS, FORMS, GPT_FAST, JUDGED, OURS, PEER, report
 from benchmarks.exact_forward import in_float32, logprobs_of
 from benchmarks.kernel_times import kernels_after, kernels_of, lines_of
 from benchmarks.measuring import PhaseClock, measure
+from benchmarks.planned_memory import PlannedMemory
 from meshfold.kernels import tried_graphs
 
 TINY = dict(
@@ -59,9 +60,11 @@ TINY = dict(
     backend="aot_eager",
 )
 ON_THEIRS = "ours on transformers' Llama"
-EAGER, CONTINUOUS = "transformers dynamic", "transformers continuous batching"
+EAGER = "transformers dynamic"
 PROFILED = 64
 """Tokens of a text that are profiled at most."""
+FIRST = 8
+"""New tokens of the texts that make transformers' continuous batching warm."""
 PREFILL = 8192
 """Tokens of prompts that one forward of ours computes at most, where there are many."""
 
@@ -81,6 +84,9 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     parser.add_argument("--backend", default="inductor", help="of torch.compile")
     parser.add_argument("--bandwidth", type=float, default=4.24, help="TB/s that the GPU's memory reaches (H200: 4.24)")
+    parser.add_argument(
+        "--most-s", type=float, default=60.0, help="seconds after which a text of continuous batching is stopped"
+    )
     parser.add_argument("--only", metavar="NAME,NAME", help="some contestants; see --list")
     parser.add_argument("--list", action="store_true", help="names of the contestants")
     parser.add_argument("--profile", action="store_true", help="print the time of each kernel too")
@@ -130,7 +136,7 @@ def measure_here(options: argparse.Namespace, world: Any = None) -> None:
         if prints:
             print(text, flush=True)
 
-    options.weight_bytes, options.forward_error = weight_bytes(options), {}
+    options.weight_bytes, options.forward_error, options.memory = weight_bytes(options), {}, {}
     found: list[Contestant] = []
     measure(
         "decode",
@@ -150,6 +156,7 @@ def measure_here(options: argparse.Namespace, world: Any = None) -> None:
             "bandwidth",
             "weight_bytes",
             "forward_error",
+            "memory",
         ),
         world=world,
         say=say,
@@ -209,7 +216,8 @@ def contestants(
                     each.warm = True
             except Exception as error:  # whatever a peer raises, or ours on a machine that lacks something
                 each = Contestant(name, note=reason_of(error))
-            clock.ended(f"{name}: {each.note if each.step is None else 'made, with its first text'}")
+            made_now = each.step is not None or each.known_ms
+            clock.ended(f"{name}: {'made, with its first text' if made_now else each.note}")
             made.append(each)
             yield each
 
@@ -275,6 +283,7 @@ def ours(name: str, model: Any, options: argparse.Namespace, plain: bool = False
     from meshfold.inference import Generator, Sampling
 
     room = options.batch * (-(-(options.prompt + options.new) // options.page_size) + 1) * options.page_size
+    memory = PlannedMemory()
     generator = Generator(
         model,
         tokens=room,
@@ -300,6 +309,7 @@ def ours(name: str, model: Any, options: argparse.Namespace, plain: bool = False
         f"without {named[key]}: {why}" for key, why in without.items() if key == "row_kernels" or options.ranks > 1
     ]
     note = generator.reason or "; ".join(lacking)
+    options.memory[name] = memory.of(generator, step)
     error, options.__dict__.setdefault("forward_error", {})[name] = errors_of(model, given[0], step())
     return Contestant(name, step, note=note, error=error, parts=dict(prefill=partial(step, 1)), warm=True)
 
@@ -344,26 +354,15 @@ def by_hand(name: str, options: argparse.Namespace) -> Contestant:
 
 
 def continuous(name: str, model: Any, options: argparse.Namespace) -> Contestant:
-    """Return transformers' continuous batching, with CUDA graphs and batches that are prepared ahead where there is a GPU."""
-    from transformers import ContinuousBatchingConfig, GenerationConfig
+    """Return transformers' continuous batching, warm and timed once; one that is stopped has the limit as its time."""
+    from benchmarks.peers.continuous_batching import ContinuousBatching, StoppedError
 
-    settings = GenerationConfig(
-        max_new_tokens=options.new, min_new_tokens=options.new, do_sample=False, eos_token_id=-1, pad_token_id=0
-    )
-    on_gpu = torch.cuda.is_available()
-    batching = ContinuousBatchingConfig(use_cuda_graph=on_gpu, use_async_batching=on_gpu, allow_block_sharing=False)
-    given = prompts(options).tolist()
-
-    def step() -> Any:
-        found = model.generate_batch(
-            given, generation_config=settings, continuous_batching_config=batching, persistent_manager=True
-        )
-        short = [len(each.generated_tokens) for each in found.values() if len(each.generated_tokens) != options.new]
-        if len(found) != len(given) or short:
-            raise RuntimeError(f"{len(found)} of {len(given)} requests ended, {len(short)} of them too early")
-        return found
-
-    return Contestant(name, step)
+    texts = ContinuousBatching(model, prompts(options).tolist(), options.new)
+    texts(min(FIRST, options.new), 4 * options.most_s)
+    try:
+        return Contestant(name, known_ms=texts(options.new, options.most_s) * 1e3, note="timed once")
+    except StoppedError as error:
+        return Contestant(name, known_ms=options.most_s * 1e3, note=str(error))
 
 
 def prompts(options: argparse.Namespace) -> Tensor:

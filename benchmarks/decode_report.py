@@ -13,9 +13,14 @@ from benchmarks.reports import JOULES, joules, met, ratio, read_bars, table
 JUDGED = dict(vocabulary=128256, hidden=4096, heads=32, kv_heads=8, ffn=14336, layers=32)
 """The model that the bars are for."""
 OURS, PEER, GPT_FAST = "ours", "transformers static compiled", "gpt-fast by hand"
+CONTINUOUS = "transformers continuous batching"
+MANY = dict(batch=256, prompt=512, new=256)
+"""The requests that its bar is for."""
 FORMS = ("int8", "fp8", "int4")
 """Packed weights, after ours in a name."""
-BARS = read_bars("decode", ("milliseconds", "transformers", "gpt_fast", "bits8", "bits4", "two", "four"))
+BARS = read_bars(
+    "decode", ("milliseconds", "transformers", "gpt_fast", "bits8", "bits4", "two", "four", "many", "memory")
+)
 
 
 def report(path: Path) -> None:
@@ -75,7 +80,7 @@ def report(path: Path) -> None:
         *table(head, rows),
         "",
     ]
-    lines += bars(settings, times)
+    lines += [*bars(settings, times), *many(settings, times, found["notes"]), *memory(settings)]
     path.with_suffix(".md").write_text("\n".join(lines) + "\n", encoding="utf-8")
     print("\n".join(lines))
 
@@ -105,3 +110,22 @@ def bars(settings: Mapping[str, Any], times: Mapping[str, Sequence[float]]) -> I
     for key, forms in (("bits8", ("int8", "fp8")), ("bits4", ("int4",))):
         if (found := fastest([name for form in forms for name in packed[form]])) is not None:
             yield BARS[key].line(ratios(times[found], times[best])[0], ranks, best=found, rival=best)
+
+
+def many(settings: Mapping[str, Any], times: Mapping[str, Sequence[float]], notes: Mapping[str, str]) -> Iterator[str]:
+    """Yield the verdict on many requests at once; a peer that was stopped is at least so much slower."""
+    if OURS in times and CONTINUOUS in times:
+        line = BARS["many"].line(ratios(times[OURS], times[CONTINUOUS])[0], settings.get("ranks", 1), best=OURS)
+        judged = all(settings[name] == value for name, value in {**JUDGED, **MANY}.items())
+        if judged:
+            yield line + (" (at least: it was stopped)" if "stopped" in notes.get(CONTINUOUS, "") else "")
+
+
+def memory(settings: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what each generator planned, and the verdict on what it took where that was measured."""
+    for name, found in settings.get("memory", {}).items():
+        yield f"- {name}: planned {found['parts']}"
+        for how in ("allocated", "reserved"):
+            if found[how] is not None:
+                off = abs(found[how] / found["planned"] - 1)
+                yield BARS["memory"].line(off, 1, best=name, how=f"has {how}: {found[how] / 2**30:.2f} GiB")

@@ -46,11 +46,11 @@ def measure(
     """
     first = world is None or world.rank == 0
     together: dict[str, Any] = {} if world is None else dict(agreed=agree(world.device))
-    known: dict[str, Any] = dict(area=area, machine={**machine(), **package_versions(*packages)})
+    head: dict[str, Any] = dict(area=area, machine={**machine(), **package_versions(*packages)})
     found: dict[str, Any] = {}
 
     def save(group: Sequence[Contestant], **more: Mapping[str, Any]) -> None:
-        known["settings"] = {name: getattr(options, name) for name in settings}  # contestants may add to them
+        head["settings"] = {name: getattr(options, name) for name in settings}  # contestants may add to them
         each: dict[str, Any] = dict(
             peak_bytes={each.name: each.peak_bytes for each in group},
             notes={each.name: each.note for each in group if each.note},
@@ -60,7 +60,7 @@ def measure(
         for key, values in each.items():
             found.setdefault(key, {}).update(values)
         if first:
-            write(options.out, {**known, **found})
+            write(options.out, {**head, **found})
 
     for group in ([each] for each in contestants) if options.rounds == 1 else [list(contestants)]:
         names, clock = ", ".join(each.name for each in group), PhaseClock(say)
@@ -68,6 +68,9 @@ def measure(
             measure_memory(each)
         save(group, milliseconds={}, power={})
         clock.ended(f"{names}: memory")
+        known = {each.name: [each.known_ms] for each in group if each.known_ms}
+        if known:
+            save(group, milliseconds=known, power={name: {} for name in known})
         told: Mapping[str, Any] = {}
         for times, power in timed_windows(
             group,

@@ -46,7 +46,8 @@ def train_or_absent(job: dict[str, Any], contestant: Callable[[dict[str, Any]], 
 def train(job: dict[str, Any], contestant: Callable[[dict[str, Any]], Step]) -> None:
     """Warm up until clocks have settled, then time each step; rank 0 writes what it found.
 
-    Two steps are all of the warm-up where the second takes ``LONG_S`` seconds. Such steps are written one by one.
+    Two steps are all of the warm-up where the second takes ``LONG_S`` seconds. Such steps are written one by one. With
+    ``warm_up`` 0 the first step counts too, without the making of the model: for steps of minutes.
 
     Args:
         job: ``steps``, ``warm_up``, ``settle_s``, ``profile`` and ``out``, beside what the contestant reads. It may add ``said``, a
@@ -62,9 +63,11 @@ def train(job: dict[str, Any], contestant: Callable[[dict[str, Any]], Step]) -> 
     is_first = int(os.environ.get("RANK", "0")) == 0
     begun = time.perf_counter()
     step = contestant(job)
+    made = time.perf_counter()
     losses = [step()]
     synchronize()
-    first_step_s = time.perf_counter() - begun
+    first_step_s, alone_s = time.perf_counter() - begun, time.perf_counter() - made
+    cold = job.get("warm_up") == 0
     if is_first:
         first_step_file(job["out"]).write_text(json.dumps(first_step_s))
 
@@ -82,7 +85,7 @@ def train(job: dict[str, Any], contestant: Callable[[dict[str, Any]], Step]) -> 
             torch.distributed.broadcast(one, 0)
         return float(one)
 
-    is_long = agreed(timed()) > LONG_S
+    is_long = cold or agreed(timed()) > LONG_S
     if not is_long:
         for _ in range(max(job["warm_up"], 2) - 2):
             losses.append(step())
@@ -95,10 +98,10 @@ def train(job: dict[str, Any], contestant: Callable[[dict[str, Any]], Step]) -> 
             break
         losses.append(step())
         synchronize()
-    if torch.cuda.is_available() and not job.get("captured"):
+    if torch.cuda.is_available() and not job.get("captured") and not cold:
         torch.cuda.reset_peak_memory_stats()
-    seconds: list[float] = []
-    first, said = time.time(), job.pop("said", dict)
+    seconds: list[float] = [alone_s] if cold else []
+    first, said = time.time() - sum(seconds), job.pop("said", dict)
 
     def found(peak: int, **more: Any) -> None:
         if is_first:
@@ -119,8 +122,9 @@ def train(job: dict[str, Any], contestant: Callable[[dict[str, Any]], Step]) -> 
             )
             part.replace(job["out"])
 
-    for _ in range(job["steps"]):
-        seconds.append(timed())
+    for number in range(job["steps"]):
+        if not cold or number:
+            seconds.append(timed())
         last = time.time()
         peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
         if job.get("captured"):  # under a plan the peak starts again with each step, and a replay allocates nothing

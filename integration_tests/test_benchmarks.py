@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import common, decode_report, reports, timed_training
+from benchmarks.align import run as align_bench
 from benchmarks.decode import errors_of, reason_of
 from benchmarks.exact_forward import in_float32
 from benchmarks.fp8_curve import rounded
@@ -73,6 +74,14 @@ def test_long_steps_are_written_as_they_end(tmp_path: Path, monkeypatch: pytest.
     with pytest.raises(KeyboardInterrupt):
         train(dict(steps=9, warm_up=6, settle_s=100.0, profile=False, out=str(out)), lambda job: step)
     assert kept == [0, 0, 0, 1, 2] and len(json.loads(out.read_text())["seconds"]) == 2
+
+
+def test_without_warm_up_the_first_step_counts(tmp_path: Path) -> None:
+    out = tmp_path / "found.json"
+    job = dict(steps=1, warm_up=0, settle_s=100.0, profile=False, out=str(out))
+    train(job, lambda job: lambda: torch.tensor(2.0))
+    found = json.loads(out.read_text())
+    assert len(found["seconds"]) == 1 and found["losses"] == [2.0] and 0 < found["seconds"][0] < found["first_step_s"]
 
 
 SMALL = [
@@ -191,6 +200,7 @@ def test_decoding_is_measured_without_a_gpu(tmp_path: Path) -> None:
     assert len(found["milliseconds"]) == 4 and not found["notes"]
     ours = [name for name in found["milliseconds"] if name.startswith("ours")]
     assert all(found["error"][name] < 1e-5 and found["parts"][name]["prefill"] > 0 for name in ours)
+    assert all(found["settings"]["memory"][name]["planned"] > 0 for name in ours)
     assert "| transformers static compiled |" in out.with_suffix(".md").read_text()
 
 
@@ -252,6 +262,34 @@ def test_ppo_is_measured_within_limits_of_memory(tmp_path: Path) -> None:
     assert name.endswith("within 1 + 1 GiB") and run["seconds"] and "train critic" in run["plan"]["phases"]
 
 
+@pytest.mark.slow  # transformers takes seconds for a few tokens
+@pytest.mark.parametrize(("most", "note"), [("60", "timed once"), ("1e-3", "stopped after 0.004 s")])
+def test_many_requests_have_a_limit_of_time(most: str, note: str, tmp_path: Path) -> None:
+    out, peer = tmp_path / "found.json", "transformers continuous batching"
+    assert (
+        main(
+            [
+                "bench",
+                "decode",
+                "--tiny",
+                "--new",
+                "2",
+                "--rounds",
+                "1",
+                "--most-s",
+                most,
+                "--only",
+                peer,
+                "--out",
+                str(out),
+            ]
+        )
+        == 0
+    )
+    found = json.loads(out.read_text())
+    assert note in found["notes"][peer] and (peer in found["milliseconds"]) == (note == "timed once")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["dpo", "grpo"])
 def test_trl_takes_part_or_says_what_to_install(method: str, tmp_path: Path) -> None:
@@ -292,6 +330,44 @@ def test_bars_of_decoding_judge_bf16_by_itself() -> None:
     assert verdicts == ["**not met**", "met", "met", "**not met**"]  # 5 ms, 2.0 x transformers, 2.0 x bf16, 1.25 x bf16
     two = list(decode_report.bars({**settings, "ranks": 2}, {"ours": [25.0]}))
     assert len(two) == 1 and two[0].endswith("2.500 (bar 2.6): met")
+
+
+def test_a_peer_that_was_stopped_is_slower_at_least() -> None:
+    settings = {**decode_report.JUDGED, **decode_report.MANY}
+    times = {"ours": [8e3], decode_report.CONTINUOUS: [60e3]}
+    [line] = decode_report.many(settings, times, {decode_report.CONTINUOUS: "stopped after 60 s, ..."})
+    assert line.endswith("7.500 (bar 1.3): met (at least: it was stopped)")
+    [line] = decode_report.many(settings, {**times, decode_report.CONTINUOUS: [9e3]}, {})
+    assert line.endswith("1.125 (bar 1.3): **not met**")
+    assert not list(decode_report.many({**settings, "batch": 64}, times, {}))
+
+
+def test_planned_memory_is_judged_beside_what_was_taken() -> None:
+    found = dict(
+        planned=100 << 30, parts="100.00 GiB a rank: weights 100.00 GiB", allocated=99 << 30, reserved=104 << 30
+    )
+    lines = list(decode_report.memory(dict(memory=dict(ours=found))))
+    assert "0.010 (bar 0.03): met" in lines[1] and "104.00 GiB, off by: 0.040 (bar 0.03): **not met**" in lines[2]
+    assert len(list(decode_report.memory(dict(memory=dict(ours={**found, "allocated": None, "reserved": None}))))) == 1
+
+
+def test_bars_of_alignment_take_the_best_of_trl() -> None:
+    work = dict(method="dpo", shape="1.5B", prompt=512, completion=512, dtype="bfloat16", ranks=2, group=8)
+    seconds = {
+        "ours": 0.4,
+        "ours, shared prompts": 0.3,
+        "TRL": 0.5,
+        "TRL, DeepSpeed ZeRO 2": 0.42,
+        "TRL, DeepSpeed ZeRO 3": None,
+    }
+    two, shared = align_bench.verdicts(work, seconds, {})
+    assert "(TRL, DeepSpeed ZeRO 2)" in two and two.endswith("1.050 (bar 1.15): **not met**")
+    assert shared.endswith("1.400 (bar 1.35): met")
+    assert "bar" not in next(align_bench.verdicts({**work, "ranks": 1}, seconds, {}))
+    assert not list(align_bench.verdicts({**work, "shape": "tiny"}, seconds, {}))
+    ppo = {**work, "method": "ppo", "shape": "6B", "gpu_gib": 78.0}
+    [line] = align_bench.verdicts(ppo, {"ours": 90.0}, {"ours": [dict(peak_bytes=75 << 30)]})
+    assert line.endswith("75.0 of 78 GiB of GPU: met")
 
 
 def test_gpt_fast_by_hand_computes_what_ours_does() -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +31,11 @@ from benchmarks.common import (
     start_settings,
     write,
 )
-from benchmarks.reports import JOULES, joules, mean_power, table
+from benchmarks.reports import JOULES, joules, mean_power, met, read_bars, table
 
+BARS = read_bars("align", ("two", "shared", "grpo"))
+JUDGED = dict(shape="1.5B", prompt=512, completion=512, dtype="bfloat16")
+"""The work that the bars against TRL are for."""
 HEAD = ("contestant", "s a step", "tokens/s, prompts unshared", "× the best peer's speed", "peak GiB")
 SHAPES: dict[str, dict[str, Any]] = {
     "8B": dict(
@@ -109,6 +112,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--micro-steps", type=int, default=1, help="parts that the rows of a step are run in")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--regime", choices=("A", "B", "C"), default="A", help="of our Adam's moments; B, C: ZeRO's")
+    parser.add_argument("--stage", type=int, choices=(1, 2, 3), default=3, help="of our ZeRO, on several GPUs")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="some contestants")
     add_starts(parser, steps=5, warm_up=2, settle_s=10.0, timeout=300.0)
     add_output(parser, "align")
@@ -123,6 +127,7 @@ def main(argv: Sequence[str]) -> int:
     check_out(options.out)
     kept = ["method", "shape", "ranks", "rows", "group", "prompt", "completion", "micro_steps", "dtype", "regime"]
     kept += ["gpu_gib", "host_gib"] if options.method == "ppo" else []
+    kept += ["stage"] if options.stage != 3 else []
     work = {name: getattr(options, name) for name in kept}
     found = result_to_extend(options.out, "align", "transformers", "trl")
     case = found["cases"].setdefault(case_name(work), dict(work=work, runs={}))
@@ -143,6 +148,7 @@ def case_name(work: dict[str, Any]) -> str:
     parts = "" if work["micro_steps"] == 1 else f" in {work['micro_steps']} parts"
     ranks = f", {work['ranks']} GPUs" if work["ranks"] > 1 else ""
     ranks += f", within {work['gpu_gib']:g} + {work['host_gib']:g} GiB" if "gpu_gib" in work else ""
+    ranks += f", our ZeRO of stage {work['stage']}" if "stage" in work else ""
     regime = "" if work["regime"] == "A" else f", regime {work['regime']}"
     return (
         f"{work['method'].upper()} of {work['shape']}, {of}{parts}, {work['prompt']} + {work['completion']} tokens, "
@@ -180,8 +186,36 @@ def report(path: Path) -> None:
                 )
             )
         lines += ["", f"**{name}**", "", *table(head, rows)]
+        if said := [*verdicts(work, seconds, case["runs"])]:
+            lines += ["", *said]
     path.with_suffix(".md").write_text("\n".join(lines) + "\n", encoding="utf-8")
     print("\n".join(lines))
+
+
+def verdicts(
+    work: dict[str, Any], seconds: dict[str, float | None], runs: dict[str, list[dict[str, Any]]]
+) -> Iterator[str]:
+    """Yield a line for each aim that a case is judged by.
+
+    Args:
+        work: of the case.
+        seconds: a step, by contestant; None for one that failed.
+        runs: of each contestant.
+    """
+    trl = {name: value for name, value in seconds.items() if name.startswith("TRL") and value is not None}
+    judged = all(work[name] == value for name, value in JUDGED.items())
+    if trl and judged and (work["method"] == "dpo" or work["group"] == 8):
+        best = min(trl, key=lambda name: trl[name])
+        bars = dict(two="ours", shared="ours, shared prompts") if work["method"] == "dpo" else dict(grpo="ours")
+        for key, ours in bars.items():
+            if (mine := seconds.get(ours)) is not None:
+                yield BARS[key].line(trl[best] / mine, work["ranks"], best=best)
+    if work["method"] == "ppo" and work["shape"] == "6B":
+        for name, value in seconds.items():
+            if value is not None:
+                gib = max(run["peak_bytes"] for run in runs[name] if not run.get("error")) / 2**30
+                fits = met(gib < work["gpu_gib"])
+                yield f"- actor and critic of 6.0B and their reference train, {gib:.1f} of {work['gpu_gib']:g} GiB of GPU: {fits}"
 
 
 def _seconds(runs: Sequence[dict[str, Any]]) -> float | None:

@@ -1,11 +1,13 @@
 """TRL's own trainers as contestants: each step is one of ``DPOTrainer.train()`` or ``GRPOTrainer.train()``, callbacks and all.
 
 ``train()`` runs in a thread that waits before each step. Weights are float32; products are in bfloat16 by autocast, as TRL's users
-train with ``bf16=True``. On several GPUs layers are sharded by FSDP2; on CPUs accelerate has data parallelism alone.
+train with ``bf16=True``. On several GPUs layers are sharded by FSDP2, or by DeepSpeed's ZeRO; on CPUs accelerate has plain data
+parallelism in place of FSDP2.
 """
 
 from __future__ import annotations
 
+import importlib
 import os
 import tempfile
 import threading
@@ -33,8 +35,9 @@ class Steps:
         from transformers import TrainerCallback
 
         several = int(os.environ.get("WORLD_SIZE", "1")) > 1
-        if several and torch.cuda.is_available() and not trainer.accelerator.is_fsdp2:
-            raise RuntimeError("accelerate did not take FSDP2: each rank would hold the whole model")
+        sharded = trainer.accelerator.is_fsdp2 or trainer.is_deepspeed_enabled
+        if several and torch.cuda.is_available() and not sharded:
+            raise RuntimeError("accelerate took neither FSDP2 nor DeepSpeed: each rank would hold the whole model")
         self._go, self._done = threading.Semaphore(0), threading.Semaphore(0)
         self._error: BaseException | None = None
         self._device: torch.device = trainer.args.device
@@ -96,13 +99,28 @@ def text(ids: list[int]) -> str:
     return " ".join(f"<{word}>" for word in ids)
 
 
-def settings_of(job: dict[str, Any], rows: int) -> dict[str, Any]:
-    """Return the arguments that trainers of transformers share; ``rows`` of all ranks in a step."""
+def settings_of(job: dict[str, Any], rows: int, zero: int | None = None) -> dict[str, Any]:
+    """Return the arguments that trainers of transformers share.
+
+    Args:
+        job: of the contestant.
+        rows: of all ranks in a step.
+        zero: stage of DeepSpeed's ZeRO, which shards state and parameters; None: FSDP2 does, where there are several ranks.
+
+    Raises:
+        AbsentError: for a stage without DeepSpeed.
+    """
     ranks, gpu = int(os.environ.get("WORLD_SIZE", "1")), torch.cuda.is_available()
-    sharded = dict(
-        fsdp="full_shard auto_wrap",
-        fsdp_config=dict(version=2, transformer_layer_cls_to_wrap=["LlamaDecoderLayer"], reshard_after_forward=True),
-    )
+    sharded: dict[str, Any] = {}
+    if zero is not None:
+        sharded = dict(deepspeed=_deepspeed(zero))
+    elif ranks > 1:
+        sharded = dict(
+            fsdp="full_shard auto_wrap",
+            fsdp_config=dict(
+                version=2, transformer_layer_cls_to_wrap=["LlamaDecoderLayer"], reshard_after_forward=True
+            ),
+        )
     return dict(
         output_dir=tempfile.mkdtemp(prefix="trl-"),
         per_device_train_batch_size=rows // ranks // job["micro_steps"],
@@ -122,15 +140,36 @@ def settings_of(job: dict[str, Any], rows: int) -> dict[str, Any]:
         logging_strategy="steps",
         logging_steps=1,
         disable_tqdm=True,
-        **(sharded if ranks > 1 else {}),
+        **sharded,
     )
 
 
-def dpo(job: dict[str, Any], model_of: MakeModel, random_ids: Ids) -> Steps:
+def _deepspeed(stage: int) -> dict[str, Any]:
+    """Return DeepSpeed's settings: all state on GPUs, what accelerate knows filled in by it."""
+    try:
+        importlib.import_module("deepspeed")
+    except ImportError as error:
+        raise AbsentError("deepspeed is not installed: pip install deepspeed==0.19.8") from error
+    return {
+        "zero_optimization": dict(stage=stage, overlap_comm=True, contiguous_gradients=True),
+        "zero_allow_untested_optimizer": True,
+        "bf16": {"enabled": "auto"},
+        "gradient_clipping": "auto",
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "steps_per_print": 10**9,
+    }
+
+
+def dpo(job: dict[str, Any], model_of: MakeModel, random_ids: Ids, zero: int | None = None) -> Steps:
     """Return the steps of ``DPOTrainer``, whose reference is a copy that scores in the step.
 
+    Args:
+        job, model_of, random_ids: as of the other contestants.
+        zero: as of :func:`settings_of`.
+
     Raises:
-        AbsentError: without TRL.
+        AbsentError: without TRL, or without DeepSpeed where it is asked for.
     """
     trl, datasets = _installed()
     rows, completion = job["rows"], job["completion"]
@@ -142,7 +181,7 @@ def dpo(job: dict[str, Any], model_of: MakeModel, random_ids: Ids) -> Steps:
         dict(prompt=text(p), chosen=" " + text(a), rejected=" " + text(b))
         for p, a, b in zip(prompts, chosen, rejected, strict=True)
     ]
-    settings = trl.DPOConfig(beta=0.1, max_length=job["prompt"] + completion, **settings_of(job, rows))
+    settings = trl.DPOConfig(beta=0.1, max_length=job["prompt"] + completion, **settings_of(job, rows, zero))
     return Steps(
         trl.DPOTrainer(
             model_of(job, "float32"),

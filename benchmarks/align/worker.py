@@ -47,9 +47,13 @@ def random_ids(job: dict[str, Any], rows: int, tokens: int, seed: int) -> list[l
 def settings_of(job: dict[str, Any]) -> dict[str, Any]:
     """Return the settings of our trainers."""
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    zero = dict(zero=dict(stage=3, placement="cuda", regime=job["regime"])) if ranks > 1 or job["regime"] != "A" else {}
+    parallel: dict[str, Any] = dict(data=ranks)
+    if job.get("stage", 3) < 3:
+        parallel["zero"] = dict(stage=job["stage"])
+    elif ranks > 1 or job["regime"] != "A":
+        parallel["zero"] = dict(stage=3, placement="cuda", regime=job["regime"])
     return dict(
-        parallel=dict(data=ranks, **zero),
+        parallel=parallel,
         precision="bf16" if job["dtype"] == "bfloat16" else "fp32",
         optimizer=dict(name="adamw", lr=1e-6, weight_decay=0.01),
         clip_grad_norm=1.0,
@@ -179,6 +183,8 @@ CONTESTANTS: dict[str, dict[str, Callable[[dict[str, Any]], Step]]] = {
         "ours": partial(our_dpo, shared=False),
         "by hand": lambda job: dpo_by_hand(job, model_of, random_ids),
         "TRL": lambda job: trl_trainers.dpo(job, model_of, random_ids),
+        "TRL, DeepSpeed ZeRO 2": lambda job: trl_trainers.dpo(job, model_of, random_ids, zero=2),
+        "TRL, DeepSpeed ZeRO 3": lambda job: trl_trainers.dpo(job, model_of, random_ids, zero=3),
     },
     "grpo": {
         "ours": partial(our_grpo, shared="auto"),

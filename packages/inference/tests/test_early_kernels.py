@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from meshfold.inference import Sampling, decode
-from meshfold.inference.cache import Rows
 from meshfold.inference.requests import Request, Span
-from meshfold.kernels import overlap, token_graphs
+from meshfold.kernels import PagedRows, overlap, token_graphs
 from meshfold.kernels.weights_ahead import Ahead, launch_ahead, take_product
 from meshfold.tensor_parallel.few_rows import measured
 
@@ -39,7 +38,7 @@ class Graph:
             self.wrong()
 
 
-def logits(ids: Tensor, positions: Tensor, rows: Rows) -> Tensor:
+def logits(ids: Tensor, positions: Tensor, rows: PagedRows) -> Tensor:
     table = torch.rand(64, WORDS, WORDS, generator=torch.Generator().manual_seed(0))
     return table[positions % 64, ids]
 
@@ -49,7 +48,7 @@ def generated(
     wrong: Any,
     early_ms: float,
     agree: Callable[[bool], bool] | None,
-    logits: Callable[[Tensor, Tensor, Rows], Tensor] = logits,
+    logits: Callable[[Tensor, Tensor, PagedRows], Tensor] = logits,
     plain_ms: Callable[[], float] = lambda: 1.0,
     asked: list[int] | None = None,
 ) -> tuple[list[Any], list[Graph]]:
@@ -164,7 +163,7 @@ def test_weights_are_fetched_ahead_where_that_is_faster(
     def launch(ahead: Ahead) -> None:
         asked.extend([ahead.pieces] * bool(ahead.pieces))
 
-    def with_products(ids: Tensor, positions: Tensor, rows: Rows) -> Tensor:
+    def with_products(ids: Tensor, positions: Tensor, rows: PagedRows) -> Tensor:
         launch_ahead(launch)
         take_product(weight)
         return logits(ids, positions, rows)

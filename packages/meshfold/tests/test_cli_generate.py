@@ -64,8 +64,9 @@ def test_prompts_are_continued(folder: Path, tmp_path: Path, capsys: pytest.Capt
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert [(row["prompt"], row["text"]) for row in rows] == [pair for pair in wanted.items() for _ in range(2)]
     assert {row["finish"] for row in rows} <= {"length", "stop"}
-    assert main(["generate", str(folder), "--prompt", "one", "--quantize", "int8", *greedy]) == 0
-    assert "15 layers in int8: " in capsys.readouterr().err
+    assert main(["generate", str(folder), "--prompt", "one", "--quantize", "int8", "--memory", *greedy]) == 0
+    said = capsys.readouterr().err
+    assert "15 layers in int8: " in said and "memory: " in said and " a rank: weights " in said
 
 
 @pytest.mark.slow  # starts ranks

@@ -14,9 +14,21 @@ scheduler records them. Queue, pages and draws are deterministic, so all ranks t
 from __future__ import annotations
 
 from meshfold.inference.generator import Generator, Piece, Rollouts
+from meshfold.inference.memory import Memory
 from meshfold.inference.pages import OutOfPages, Pages
 from meshfold.inference.requests import Request
 from meshfold.inference.sampling import Sampling
 from meshfold.tensor_parallel import Quantized, quantize
 
-__all__ = ["Generator", "OutOfPages", "Pages", "Piece", "Quantized", "Request", "Rollouts", "Sampling", "quantize"]
+__all__ = [
+    "Generator",
+    "Memory",
+    "OutOfPages",
+    "Pages",
+    "Piece",
+    "Quantized",
+    "Request",
+    "Rollouts",
+    "Sampling",
+    "quantize",
+]

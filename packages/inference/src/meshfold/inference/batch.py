@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from meshfold.inference.cache import Chunk, Rows
 from meshfold.inference.requests import Span, Step
+from meshfold.kernels import PagedChunk, PagedRows
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Batch:
 
     ids: Tensor
     positions: Tensor
-    rows: Rows
+    rows: PagedRows
     last: Tensor
 
 
@@ -125,9 +125,9 @@ def lay_out(step: Step, parts: RowParts, size: int, spare: int, device: torch.de
     for span in step.prefill:
         if span.request.part == parts.part:
             known = span.request.pages[: -(-span.stop // size)]
-            chunks.append(Chunk(row, span.count, span.start, torch.tensor(known).to(device)))
+            chunks.append(PagedChunk(row, span.count, span.start, torch.tensor(known).to(device)))
             row += span.count
     if row < each:
-        chunks.append(Chunk(row, each - row, 0, torch.tensor([spare]).to(device)))
-    rows = Rows(numbers[2, mine], numbers[3, mine], numbers[1, mine], tables, tuple(chunks))
+        chunks.append(PagedChunk(row, each - row, 0, torch.tensor([spare]).to(device)))
+    rows = PagedRows(numbers[2, mine], numbers[3, mine], numbers[1, mine], tables, tuple(chunks))
     return Batch(numbers[0], numbers[1], rows, torch.tensor(last, dtype=torch.int64).to(device))

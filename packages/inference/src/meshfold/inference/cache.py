@@ -19,7 +19,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from meshfold.kernels import KeyValuePages, apply_rotary, attend_and_keep, attend_pages, masked_attention
+from meshfold.kernels import KeyValuePages, PagedLayer, PagedRows, apply_rotary, attend_and_keep, attend_chunk
 
 _MOST_SPLIT = 512
 """Sequences times heads of keys, each read by several programs, that a kernel counts; more are read by one program each."""
@@ -40,48 +40,12 @@ class LayerShape:
     dtype: torch.dtype
 
 
-@dataclass(frozen=True, eq=False)
-class Chunk:
-    """Rows of a batch that are a chunk of a prompt.
-
-    Attributes:
-        row: the first of them.
-        count: how many.
-        start: the position of the first.
-        pages: int64, those that hold the tokens up to the last row.
-    """
-
-    row: int
-    count: int
-    start: int
-    pages: Tensor
-
-
-@dataclass(frozen=True, eq=False)
-class Rows:
-    """The rows of a forward, as attention sees them; tensors on the device.
-
-    Attributes:
-        page, offset: int64 ``t``, where the keys of each row go.
-        positions: int64 ``t``.
-        tables: int64 ``b w``: the pages of the first b rows, each of another sequence.
-        chunks: the other rows.
-        together: the first rows may be of one sequence: keys and values of all are written before any are read.
-    """
-
-    page: Tensor
-    offset: Tensor
-    positions: Tensor
-    tables: Tensor
-    chunks: Sequence[Chunk] = ()
-    together: bool = False
-
-
 class Pool:
     """Keys and values of all layers of a rank.
 
     Attributes:
         triton: single tokens attend by the Triton kernel on a GPU.
+        arrived: int32 zeros, in which that kernel counts.
     """
 
     def __init__(
@@ -100,7 +64,7 @@ class Pool:
         """
         self.pages, self.size, self.device = pages, size, device
         self.triton = find_spec("triton") is not None
-        self._arrived = torch.zeros(_MOST_SPLIT, dtype=torch.int32, device=device)
+        self.arrived = torch.zeros(_MOST_SPLIT, dtype=torch.int32, device=device)
         self.layers = [
             KeyValuePages.zeros((pages + 1, layer.kv_heads, size, layer.d), layer.dtype, form, device)
             for layer in layers
@@ -128,7 +92,7 @@ class Pool:
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        rows: Rows,
+        rows: PagedRows,
         *,
         scale: float | None,
         window: int | None,
@@ -162,7 +126,7 @@ class Pool:
                 pages.keep(rows.page[first], rows.offset[first], k[first], v[first])
             given = (rows.page[first], rows.offset[first], rows.positions[first], rows.tables)
             new = (q[first], k[first], v[first], pages.kept, pages.scale)
-            turns = (rotary, self._arrived)
+            turns = (rotary, self.arrived)
             out.append(attend_and_keep(*new, *given, scale, window or 0, self._fuses(q), *turns))
         if singles < q.shape[0]:
             read = pages.keep(rows.page[singles:], rows.offset[singles:], k[singles:], v[singles:])
@@ -171,10 +135,10 @@ class Pool:
             )
         for chunk in rows.chunks:
             these = slice(chunk.row, chunk.row + chunk.count)
-            out.append(_attend_chunk(q[these], k[these], v[these], pages, chunk, scale, window))
+            out.append(attend_chunk(q[these], k[these], v[these], pages, chunk, scale, window))
         return out[0] if len(out) == 1 else torch.cat(out)
 
-    def _turns(self, q: Tensor, rows: Rows, rotary: tuple[Tensor, Tensor]) -> bool:
+    def _turns(self, q: Tensor, rows: PagedRows, rotary: tuple[Tensor, Tensor]) -> bool:
         """Return True if the Triton kernel turns queries and keys as it attends: of single tokens alone, all of each head."""
         alone = rows.tables.shape[0] == q.shape[0] and not rows.together
         return alone and self._fuses(q) and rotary[0].shape[-1] == q.shape[-1]
@@ -192,47 +156,3 @@ class Pool:
         """Return the attention of a layer."""
         pages = self.layers[number]
         return PagedLayer(pages, self._fuses(pages.kept.new_empty(0, dtype=pages.dtype)))
-
-
-class PagedLayer:
-    """Attention of one layer with single tokens, as an operation that torch.compile leaves whole within a block's graph.
-
-    Attributes:
-        rows: of the forward.
-    """
-
-    rows: Rows
-
-    def __init__(self, pages: KeyValuePages, fused: bool) -> None:
-        """Args:
-        pages: keys and values of the layer.
-        fused: by the Triton kernel.
-        """
-        self.kept, self.scale, self.dtype, self.fused = pages.kept, pages.scale, pages.dtype, fused
-
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None, window: int | None) -> Tensor:
-        """Keep keys and values, and attend, as :meth:`Pool.attend` does."""
-        q, k, v = (x.to(self.dtype) for x in (q, k, v))
-        rows, scale = self.rows, q.shape[-1] ** -0.5 if scale is None else scale
-        given = (rows.page, rows.offset, rows.positions, rows.tables)
-        found: Tensor = attend_pages(q, k, v, self.kept, self.scale, *given, scale, window or 0, self.fused)
-        return found
-
-
-def _attend_chunk(
-    q: Tensor, k: Tensor, v: Tensor, pages: KeyValuePages, chunk: Chunk, scale: float, window: int | None
-) -> Tensor:
-    """Attend with a chunk of one sequence: ``n heads d`` -> ``n heads d``."""
-    stop = chunk.start + chunk.count
-    _, _, kv_heads, _, d = pages.kept.shape
-    if chunk.start:
-        k, v = (part.transpose(0, 1).reshape(kv_heads, -1, d)[:, :stop] for part in pages.read(chunk.pages))
-    else:
-        k, v = k.transpose(0, 1), v.transpose(0, 1)
-    seen = None
-    if chunk.start or (window is not None and window < stop):
-        back = torch.arange(chunk.start, stop, device=q.device)[:, None] - torch.arange(stop, device=q.device)
-        seen = back >= 0
-        if window is not None:
-            seen = seen & (back < window)
-    return masked_attention(q.transpose(0, 1)[None], k[None], v[None], seen, scale)[0].transpose(0, 1)

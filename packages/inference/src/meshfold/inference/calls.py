@@ -6,15 +6,13 @@ placeholders too, to learn what its stages exchange. Attention must then leave t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from meshfold.mesh import SpecError
-from meshfold.mesh.collectives import all_gather_object
+from meshfold.mesh.collectives import shared_errors
 
 
 class ModelCalls:
@@ -54,25 +52,7 @@ class ModelCalls:
         else:
             self.logits(ids, positions)
 
-    @contextmanager
-    def agreed(self) -> Iterator[None]:
-        """Context manager: an error of one stage inside of it is an error of all, so that none waits for another.
-
-        Raises:
-            SpecError: on stages without an error of their own.
-        """
-        if not self.staged:
-            yield
-            return
-        found: Exception | None = None
-        try:
-            yield
-        except Exception as error:
-            found = error
-        group = self._model.mesh.group(self._model.axis)
-        reasons = all_gather_object("" if found is None else str(found) or type(found).__name__, group, self._device)
-        if found is not None:
-            raise found
-        reason = next(filter(None, reasons), "")
-        if reason:
-            raise SpecError(reason)
+    def agreed(self) -> AbstractContextManager[None]:
+        """Return a context manager: an error of one stage inside of it is an error of all."""
+        staged = self.staged
+        return shared_errors(self._model.mesh.group(self._model.axis), self._device) if staged else nullcontext()

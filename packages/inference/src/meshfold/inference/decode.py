@@ -16,13 +16,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from meshfold.inference.cache import Rows
 from meshfold.inference.requests import Request, Span
 from meshfold.inference.sampling import Sampling, SamplingRows, sample, sampling_rows
-from meshfold.kernels import TokenGraphs
+from meshfold.kernels import PagedRows, TokenGraphs
 from meshfold.tensor_parallel.few_rows import SplitWords
 
-Logits = Callable[[Tensor, Tensor, Rows], Tensor]
+Logits = Callable[[Tensor, Tensor, PagedRows], Tensor]
 """ids and positions ``b``, and what attention needs of this rank's rows -> logits ``b v``"""
 _IDLE = Sampling(temperature=0.0)
 
@@ -196,7 +195,7 @@ class DecodeBatch:
             page = torch.where(self._positions < self._width * self._size, page, self._spare)
             offset = self._positions % self._size
         mine = self._mine
-        rows = Rows(page[mine], offset[mine], self._positions[mine], self._tables[mine, : self._used])
+        rows = PagedRows(page[mine], offset[mine], self._positions[mine], self._tables[mine, : self._used])
         found = logits(self._ids, self._positions, rows)
         settings: SamplingRows = self._settings
         tokens, logprobs = sample(found, self._positions + 1, settings, self._seen, words)

@@ -15,16 +15,17 @@ import torch
 from torch import Tensor, nn
 
 from meshfold.inference.batch import Batch, RowParts, lay_out
-from meshfold.inference.cache import LayerShape, PagedLayer, Pool, Rows
+from meshfold.inference.cache import LayerShape, Pool
 from meshfold.inference.calls import ModelCalls
 from meshfold.inference.decode import DecodeBatch, bucket
 from meshfold.inference.requests import Request, Span, Step
 from meshfold.inference.runner import Sampled, draw, seen_words
 from meshfold.inference.sampling import Sampling
 from meshfold.inference.short_steps import GraphMemory, ShortSteps, short_rows
+from meshfold.kernels import PagedLayer, PagedRows
 from meshfold.mesh import SpecError
 from meshfold.mesh.collectives import all_gather_object
-from meshfold.mesh.model_io import eval_mode
+from meshfold.mesh.model_io import LiveBytes, eval_mode
 from meshfold.mesh.tracking import uncompiled, without_tracking
 from meshfold.models import head_of, routed, unrouted_reason
 from meshfold.tensor_parallel.convert import attention_part, padding_for_decoding, row_multiple
@@ -96,11 +97,11 @@ class PagedForward:
         """
         self._calls, self.device = ModelCalls(model, device), device
         self.model = self._calls.module
-        self._rows: Rows | None = None
+        self._rows: PagedRows | None = None
         self._chosen: Tensor | None = None
         self._number: dict[nn.Module, int] = {}
         self._parts = RowParts(*attention_part(self.model), row_multiple(self.model, 1))
-        self._width, self._most = min(-(-longest // size), pages), most
+        self._width, self._most, self._longest = min(-(-longest // size), pages), most, longest
         self._batches: dict[int, DecodeBatch] = {}
         self._words = 0
         self._shorts: dict[tuple[int, int], ShortSteps] = {}
@@ -152,7 +153,7 @@ class PagedForward:
                 stack.callback(hook.remove)
             yield
 
-    def logits(self, ids: Tensor, positions: Tensor, rows: Rows, chosen: Tensor | None = None) -> Tensor:
+    def logits(self, ids: Tensor, positions: Tensor, rows: PagedRows, chosen: Tensor | None = None) -> Tensor:
         """Return logits ``t v``; inside of :meth:`entered`.
 
         Args:
@@ -209,10 +210,40 @@ class PagedForward:
         shape = short_rows(step.spans, self._parts.longest(step.spans, tokens=True)) if self.short else None
         if shape is not None:
             return draw(self._short_logits(step, *shape)[: len(samplers)], samplers)
+        return draw(self._long_logits(step), samplers)
+
+    def work(self, tokens: int, rows: int) -> int:
+        """Return the most bytes that a forward takes beside weights and pages, by running the largest ones; all ranks call.
+
+        Args:
+            tokens: of a forward. Keys and values go to the spare page.
+            rows: sequences that run at once, all as long as one can be: each has one token in it, or one of them a chunk.
+        """
+        parts, width = self._parts.parts, self._width
+        rows, pages = max(rows // parts, 1), [self.pool.spare] * width
+        requests = [Request(0, (1,) * self._longest, _CHECK, part=each, pages=pages) for each in range(parts)]
+        left = max(tokens // parts - rows + 1, 1)
+        chunks = (*[self._longest] * (left // self._longest), left % self._longest)
+        decode, *prefill = [tuple(Span(r, r.length - n, n) for r in requests) for n in (1, *chunks) if n]
+        with LiveBytes(round_bytes=512 if self.device.type == "cuda" else 1) as live:
+            for step in (Step(decode * rows, ()), Step(decode * (rows - 1), sum(prefill, ()))):
+                draw(self._long_logits(step), step.spans)
+            peak: int = live.take()[0]
+        return peak
+
+    @property
+    def buffers(self) -> Iterator[Tensor]:
+        """Tensors of the batches that have run, and what the pool counts in."""
+        yield self.pool.arrived
+        for batch in (*self._batches.values(), *self._shorts.values()):
+            held = (*vars(batch).values(), *vars(getattr(batch, "_settings", batch)).values())
+            yield from (each for each in held if isinstance(each, Tensor))
+
+    def _long_logits(self, step: Step) -> Tensor:
+        """Return logits of the spans that sample, by a forward without a graph."""
         with self.entered():
             batch = lay_out(step, self._parts, self.pool.size, self.pool.spare, self.device)
-            logits = self.logits(batch.ids, batch.positions, batch.rows, batch.last)
-        return draw(logits, samplers)
+            return self.logits(batch.ids, batch.positions, batch.rows, batch.last)
 
     def _short_logits(self, step: Step, rows: int, samples: int) -> Tensor:
         """Return logits of a short step, first those of the spans that sample."""

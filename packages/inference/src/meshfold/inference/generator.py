@@ -11,6 +11,7 @@ from torch import nn
 
 from meshfold.inference.forward import SUMS, PagedForward
 from meshfold.inference.host_pages import HostPages
+from meshfold.inference.memory import Memory
 from meshfold.inference.pages import Pages
 from meshfold.inference.requests import Request, ids_of
 from meshfold.inference.runner import Runner, WholeForward
@@ -18,6 +19,7 @@ from meshfold.inference.sampling import Sampling, request_seed
 from meshfold.inference.schedule import Part, Scheduler
 from meshfold.kernels import CACHE_FORMS
 from meshfold.mesh import MeshfoldError, SpecError, collector_paused, did_you_mean
+from meshfold.mesh.model_io import storage_bytes
 from meshfold.mesh.spec import argument_checks as settings
 from meshfold.tensor_parallel.convert import attention_part
 
@@ -175,6 +177,15 @@ class Generator:
     def bytes(self) -> int:
         """Bytes of this rank's keys and values; they are allocated once."""
         return self.runner.pool.bytes if isinstance(self.runner, PagedForward) else 0
+
+    def memory(self) -> Memory:
+        """Return what generation takes on this rank; a forward of ``chunk`` tokens is run for it, so all ranks call."""
+        device, buffers, work = self.runner.device, 0, 0
+        if isinstance(self.runner, PagedForward):
+            buffers = storage_bytes(self.runner.buffers, device)
+            work = self.runner.work(self.scheduler.chunk, self.scheduler.most_rows)
+        weights = storage_bytes((*self._module.parameters(), *self._module.buffers()), device)
+        return Memory(weights=weights, pages=self.bytes, buffers=buffers, work=work)
 
     @property
     def busy(self) -> bool:

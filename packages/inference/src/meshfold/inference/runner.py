@@ -19,7 +19,9 @@ Sampled = tuple[list[int], list[float]]
 
 
 class Runner(Protocol):
-    """Runs steps."""
+    """Runs steps; ``device``: of what it computes."""
+
+    device: torch.device
 
     def run(self, step: Step) -> Sampled:
         """Run a step; return what is sampled, of the spans that sample, in their order."""

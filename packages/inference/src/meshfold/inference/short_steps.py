@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from meshfold.inference.batch import RowParts, listed_rows
-from meshfold.inference.cache import Rows
 from meshfold.inference.requests import Span, Step
+from meshfold.kernels import PagedRows
 
-Logits = Callable[[Tensor, Tensor, Rows, Tensor], Tensor]
+Logits = Callable[[Tensor, Tensor, PagedRows, Tensor], Tensor]
 """ids and positions ``t``, what attention needs of this rank's rows, and the rows that sample -> logits ``samples v``"""
 _LEAST, _UNIT, _MOST = 16, 64, 512
 _MOST_SEEN = 1 << 18
@@ -93,7 +93,7 @@ class ShortSteps:
         self._numbers, tables = self._numbers.view(4, rows), tables.view(each, width)
         ids, positions, page, offset = self._numbers
         mine = self._mine
-        self._given = (ids, positions, Rows(page[mine], offset[mine], positions[mine], tables, together=True))
+        self._given = (ids, positions, PagedRows(page[mine], offset[mine], positions[mine], tables, together=True))
         self._memory, self._uses = memory, 0
         self._graph: torch.cuda.CUDAGraph | None = None
         self._found: Tensor | None = None

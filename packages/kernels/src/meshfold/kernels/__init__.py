@@ -113,6 +113,7 @@ from meshfold.kernels.paged_attention import (
     of_codes,
     to_codes,
 )
+from meshfold.kernels.paged_rows import PagedChunk, PagedLayer, PagedRows, attend_chunk
 from meshfold.kernels.pair_attention import (
     pair_attention,
     pair_attention_backward,
@@ -177,6 +178,9 @@ __all__ = [
     "Nf4Linear",
     "OneShotMemory",
     "PackedWeight",
+    "PagedChunk",
+    "PagedLayer",
+    "PagedRows",
     "QuantizedState",
     "RowCall",
     "RowWeight",
@@ -197,6 +201,7 @@ __all__ = [
     "apply_lists",
     "apply_rotary",
     "attend_and_keep",
+    "attend_chunk",
     "attend_pages",
     "attend_singles",
     "available",

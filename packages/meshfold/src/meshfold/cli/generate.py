@@ -76,6 +76,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     how.add_argument(
         "--group", type=positive, default=128, metavar="N", help="weights that share a scale in int4 (128)"
     )
+    how.add_argument("--memory", action="store_true", help="first say what a rank's memory will hold, in bytes")
     how.add_argument("--compile", action="store_true", help="compile blocks: slow at first, then faster on a GPU")
 
 
@@ -166,7 +167,10 @@ def _generate(arguments: argparse.Namespace, spec: Any, given: list[str] | None)
             host_tokens=arguments.host_tokens,
             device=engine.device,
         )
-        for line in (*notes, generator.reason and f"without pages, slower: {generator.reason}"):
+        notes.append(generator.reason and f"without pages, slower: {generator.reason}")
+        if arguments.memory:
+            notes.append(f"memory: {generator.memory()}")
+        for line in notes:
             if line and first:
                 print(line, file=sys.stderr)
         if given is None:

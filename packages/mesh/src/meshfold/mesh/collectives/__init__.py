@@ -40,6 +40,7 @@ from meshfold.mesh.collectives.primitives import (
     take_block,
     traceable_result,
 )
+from meshfold.mesh.collectives.shared_errors import shared_errors
 from meshfold.mesh.collectives.wide_copies import wide_contiguous, wide_reshape
 
 __all__ = [
@@ -74,6 +75,7 @@ __all__ = [
     "reduce_scatter_inside",
     "scatter_sums",
     "send",
+    "shared_errors",
     "shift",
     "take_block",
     "traceable_result",

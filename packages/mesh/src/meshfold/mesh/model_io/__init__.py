@@ -23,7 +23,7 @@ from meshfold.mesh.model_io.labels import (
     visible,
 )
 from meshfold.mesh.model_io.lazy_tensor import ShardedOutput, lazy_gather, local_shard
-from meshfold.mesh.model_io.live_bytes import LiveBytes
+from meshfold.mesh.model_io.live_bytes import LiveBytes, storage_bytes
 from meshfold.mesh.model_io.operators import BACKWARD, FORWARD, REPEATED, Operator, OperatorCounter
 
 __all__ = [
@@ -58,6 +58,7 @@ __all__ = [
     "map_tensors",
     "saved_for_backward",
     "segments_of",
+    "storage_bytes",
     "targets_key",
     "visible",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -116,3 +116,9 @@ class LiveBytes(TorchDispatchMode):
     def _gone(self, key: int, size: int) -> None:
         self._known.pop(key, None)
         self._now -= size
+
+
+def storage_bytes(tensors: Iterable[Tensor], device: torch.device) -> int:
+    """Return the bytes of the storages of tensors on devices of one type, each storage once."""
+    storages = [each.untyped_storage() for each in tensors if each.device.type == device.type]
+    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
