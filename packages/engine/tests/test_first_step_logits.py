@@ -65,7 +65,7 @@ TWO: dict[str, dict[str, Any]] = {
     "1d + sequence": dict(tensor=2, sequence=dict(mode="megatron")),
     "ring": dict(sequence=dict(mode="ring", size=2)),
 }
-# Gemma 2's windows are refused where ranks share a sequence.
+# Gemma 2's attention has a soft cap, which is refused where ranks share a sequence.
 CASES = [(model, spec) for model in MODELS for spec in TWO if (model, spec) != ("Hugging Face Gemma 2", "ring")]
 FOUR: dict[str, dict[str, Any]] = {
     "2d": dict(tensor=dict(size=4, mode="2d")),
