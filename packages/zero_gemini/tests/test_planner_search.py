@@ -336,3 +336,18 @@ def test_bounds_never_hide_the_best() -> None:
 def test_too_many_plans_are_not_looked_at_one_by_one() -> None:
     with pytest.raises(SpecError, match="too many to try one by one"):
         exhaustive(stack(machine=H200, layers=30, layer_elems=1000, tokens=1), H200)
+
+
+def test_a_layer_behind_one_that_does_not_fit_is_kept() -> None:
+    """The later half of the layers saves most for a byte, and is too large; the earlier half is small."""
+    plain = stack(machine=EMULATED, layers=12, layer_elems=100_000, tokens=4096, kept_bytes=400_000)
+    layers = tuple(
+        layer if place < 6 else replace(layer, kept_bytes=40_000_000, recompute_seconds=200 * layer.recompute_seconds)
+        for place, layer in enumerate(plain.layers)
+    )
+    forward = plain.chunks[0].forward_seconds
+    work = replace(plain, layers=layers, timestep_seconds=(forward,) * 12 + (2 * forward,) * 12)
+    limits = Limits(gpu_bytes=12 * 100_000 * 16 + 3_000_000, disk_bytes=0)
+    found = plan(work, EMULATED, limits)
+    assert [layer.kept for layer in found.layers] == [True] * 6 + [False] * 6
+    assert found.peak_gpu_bytes <= limits.gpu_bytes

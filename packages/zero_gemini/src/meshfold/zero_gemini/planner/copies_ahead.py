@@ -4,7 +4,7 @@ A plan's seconds count copies one by one: compute waits for what is longer than 
 But one link carries all of them in turn. In the middle of a U-Net units are short and each has a chunk of its own: there compute
 waits unless the copies of several units are on their way before the first of them begins. So once there is a plan, its copies are
 played through. If compute waits for them, the plan is made again with gathers that begin by time, in whose windows chunks take
-memory. It is taken if compute takes less time all the same, and the step no more.
+memory. It is taken if compute or the whole step takes less time all the same, and the step no more.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from meshfold.zero_gemini.prefetch import ready_in_time
 LEADS = (1, 2, 4)
 """Times that are tried between a gather's beginning and the use, in copies of the largest chunk that comes from the host."""
 WORTH = 0.005
-"""Fraction of a step that copies which begin earlier must save for another plan to be made."""
+"""Fraction of a step that copies which begin earlier must save, of compute and the step, for another plan to be made and taken."""
 _ALIKE = 0.001
 """Fraction of a step that is no difference: a shorter lead, which takes less memory, may be slower by as much."""
 
@@ -31,7 +31,7 @@ Planner = Callable[[Workload, Machine, Limits], Plan | None]
 
 
 def with_copies_ahead(made: Plan, planned: Planner) -> Plan:
-    """Return a plan whose copies begin by time, if compute then takes less within the same limits; else the plan itself.
+    """Return a plan whose copies begin by time, if that takes less time within the same limits; else the plan itself.
 
     Args:
         made: gathers by count.
@@ -40,10 +40,10 @@ def with_copies_ahead(made: Plan, planned: Planner) -> Plan:
     workload = made.workload
     if workload.timestep_seconds is None or workload.stage < 3 or not workload.in_order or workload.ready is not None:
         return made
-    most, spent = made.seconds * (1 + _ALIKE), _compute(made) - WORTH * made.seconds
+    most, spent = made.seconds * (1 + _ALIKE), made.seconds * (1 - WORTH) + _compute(made)
     for ready in dict.fromkeys(_tables(made)):
         other = planned(replace(workload, ready=ready), made.machine, made.limits)
-        if other is not None and other.seconds <= most and _compute(other) < spent:
+        if other is not None and other.seconds <= most and other.seconds + _compute(other) < spent:
             return other
     return made
 
