@@ -49,7 +49,8 @@ def right(group: Group, columns: int, device: torch.device, say: Callable[[str],
             if call % 11 == group.index:
                 torch.cuda._sleep(2_000_000)
             if rows == 1 and sums.sends:  # by a product that leaves it as it is
-                total, y = sums.of_product(x, same, stream, gain, EPS, call)
+                total, normed = sums.of_product(x, same, stream, gain, EPS, call, norm=call % 8 > 0)
+                y = sum_add_norm([total], stream, gain, EPS)[1] if normed is None else normed
             else:
                 total, y = sums(x, stream, gain, EPS, call)
             parts = all_gather(x.unsqueeze(0), group, 0)

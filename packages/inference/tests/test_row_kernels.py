@@ -75,7 +75,7 @@ def test_texts_are_the_same(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert bool(kernels)
 
 
-def on_ranks(form: str) -> tuple[list[list[int]], int, int]:
+def on_ranks(form: str) -> tuple[list[list[int]], int, int, int]:
     from meshfold.tensor_parallel.few_rows import row_kernels
 
     with Engine(own("llama"), dict(tensor=2)) as engine:
@@ -83,9 +83,13 @@ def on_ranks(form: str) -> tuple[list[list[int]], int, int]:
             quantize(engine.model, form, group=8)
         generator, _ = with_kernels(engine.generator)
         rows, real = [], row_kernels.row_product
-        row_kernels.row_product = lambda x, *others, **more: (rows.append("gate" in more), real(x, *others, **more))[1]
+        row_kernels.row_product = lambda x, *others, **more: (
+            rows.append((more.get("gate") is not None, more.get("norm") is not None)),
+            real(x, *others, **more),
+        )[1]
         try:
-            return generator.generate([prompts(2)[1]], sampling=GREEDY).tokens, len(rows), sum(rows)
+            tokens = generator.generate([prompts(2)[1]], sampling=GREEDY).tokens
+            return tokens, len(rows), sum(gate for gate, _ in rows), sum(norm for _, norm in rows)
         finally:
             row_kernels.row_product = real
 
@@ -96,8 +100,9 @@ def test_ranks_multiply_their_part(form: str) -> None:
     if form:
         quantize(model, form, group=8)
     wanted = Generator(model).generate([prompts(2)[1]], sampling=GREEDY).tokens
-    # All linear layers, for each token but the first; those of an MLP's gate include the other half and the activation.
-    assert run_on_ranks(2, on_ranks, form) == [(wanted, 5 * (2 * 4 + 1), 5 * 2)] * 2
+    # All linear layers, for each token but the first; those of an MLP's gate include the other half and the activation. Both
+    # norms of a block are computed by the products that read them.
+    assert run_on_ranks(2, on_ranks, form) == [(wanted, 5 * (2 * 4 + 1), 5 * 2, 5 * 2 * 2)] * 2
 
 
 def test_a_norm_that_its_name_belies_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,7 +200,7 @@ class PlainSum:
     rows = 4
 
     def __init__(self, group: Group) -> None:
-        self.group, self.calls = group, []  # type: ignore[var-annotated]
+        self.group, self.calls, self.left = group, [], 0  # type: ignore[var-annotated]
 
     def __call__(
         self, x: torch.Tensor, stream: torch.Tensor, gain: torch.Tensor, eps: float, call: int, adds: bool
@@ -203,8 +208,11 @@ class PlainSum:
         self.calls.append((x.shape[0], call, adds))
         return sum_add_norm([all_reduce(x, self.group)], stream, gain, eps, adds=adds)
 
-    def of_product(self, x: torch.Tensor, layer: RowWeight, *others: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        return self(row_product(x, layer).view(1, -1), *others)
+    def of_product(self, x: torch.Tensor, layer: RowWeight, *others: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        *others, norm = others
+        total, y = self(row_product(x, layer).view(1, -1), *others)
+        self.left += not norm
+        return total, y if norm else None
 
 
 def with_sums(model: nn.Module, **settings: Any) -> tuple[Generator, PlainSum]:
@@ -228,6 +236,8 @@ def fused_on_ranks(kinds: list[str]) -> list[Any]:
             runner: Any = generator.runner
             runner.row_kernels = RowKernels(engine.model, head_of(engine.model))
             one = generator.generate([prompts(2)[1]], sampling=GREEDY).tokens
+            # All norms but the last, which the head reads, are left to products.
+            assert plain.left == len(plain.calls) - sum(call == plain.calls[-1][1] for _, call, _ in plain.calls)
             calls, plain.calls = plain.calls, []
             three = generator.generate(prompts(3), sampling=GREEDY).tokens
             many, before = [*plain.calls], len(plain.calls)

@@ -73,8 +73,8 @@ def test_packets_carry_rows_and_the_epoch_of_their_call(dtype: torch.dtype) -> N
 def test_packets_are_for_messages_of_64_kib() -> None:
     assert [packet_rows(4096, 2, ranks) for ranks in (1, 2, 4, 8, 9)] == [0, 8, 8, 8, 0]
     assert packet_rows(8192, 4, 2) == 2 and packet_rows(7, 2, 2) == 0 and packet_rows(64, 8, 2) == 0
-    # epochs in units of 256 bytes; 3 slots of 4 ranks with 8 rows of 2048 words
-    assert packet_bytes(8, 4096, 2, 4) == 256 + 3 * 4 * 8 * 2048 * 8
+    # epochs of 32 parts in units of 256 bytes; 3 slots of 4 ranks with 8 rows of 2048 words
+    assert packet_bytes(8, 4096, 2, 4) == 3 * 8 * 32 * 4 + 3 * 4 * 8 * 2048 * 8
     memory = OneShotMemory(torch.zeros(2, dtype=torch.int64), 0, 2, 8, torch.float32)
     with pytest.raises(ValueError, match="at most 2 rows of 8 elements"):
         packet_sum(torch.ones(3, 8), torch.ones(3, 8), torch.ones(8), 1e-5, memory, 0)

@@ -25,7 +25,7 @@ from meshfold.kernels import (
     row_product,
     sum_add_norm,
 )
-from meshfold.kernels.one_shot_packets import epoch_bytes, packets_of, rows_of
+from meshfold.kernels.one_shot_packets import PARTS, epoch_bytes, packet_parts, packets_of, rows_of
 from meshfold.kernels.row_tiles import RowCall, Tile, take_row_tiles
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -88,9 +88,11 @@ class Packets:
         return self.held[rank][start:].view(torch.int64).view(self.shape)
 
     def epochs(self, rank: int) -> torch.Tensor:
-        """Epochs of a rank, ``slots rows``."""
-        slots, _, rows, _ = self.shape
-        return self.held[rank][: 4 * slots * rows].view(torch.int32).view(slots, rows)
+        """Epochs of a rank, ``slots rows``: those of all parts that programs sum agree."""
+        slots, _, rows, words = self.shape
+        each = self.held[rank][: 4 * slots * rows * PARTS].view(torch.int32).view(slots, rows, PARTS)
+        assert (each[..., : packet_parts(words)] == each[..., :1]).all()
+        return each[..., 0]
 
 
 @pytest.mark.parametrize(
@@ -164,6 +166,34 @@ def test_products_send_their_row(
         assert [int(packets.epochs(rank)[slot, 0]) for rank in range(ranks)] == [max(call, 1)] * ranks
     with pytest.raises(ValueError, match="the memory is for"):
         packet_product(x, layer.part(0, n - 2), packets.memories[0], 1)
+
+
+@pytest.mark.parametrize(("dtype", "columns"), [(torch.bfloat16, 1400), (torch.float32, 300)])
+def test_programs_share_a_row_without_its_norm(dtype: torch.dtype, columns: int) -> None:
+    """The sums have the bits of those with the norm, which may come before and after in the same slot."""
+    ranks, most = 3, 2
+    random, packets = torch.Generator().manual_seed(columns), Packets(ranks, most, columns, dtype)
+    assert packet_parts(columns * dtype.itemsize // 4) > 1
+    gain = torch.rand(columns, generator=random).to(DEVICE)
+    for call, norm in enumerate((False, True, False), 1):
+        parts = [torch.randn(most, columns, generator=random).to(DEVICE, dtype) for _ in range(ranks)]
+        stream, adds = torch.randn(most, columns, generator=random).to(DEVICE, dtype), call > 1
+        found = []
+        for rank, memory in enumerate(packets.memories):
+            for peer in range(ranks):
+                packets.of(rank)[1, peer] = packets_of(parts[peer], call)
+            given = None if rank else parts[0]  # the first rank sends by the sum, others have sent by products
+            found.append(
+                packet_sum(
+                    given, stream[: most if given is not None else 1], gain, 1e-5, memory, 1, adds=adds, norm=norm
+                )
+            )
+            rows = most if given is not None else 1
+            assert packets.epochs(rank)[1, :rows].tolist() == [call] * rows
+        wanted = sum_add_norm(parts, stream, gain, 1e-5, adds=adds)[0]
+        for total, y in found:
+            assert (y is None) != norm and torch.equal(total, found[0][0][: len(total)])
+            assert torch.allclose(total.float(), wanted[: len(total)].float(), rtol=2e-2, atol=2e-2)
 
 
 def test_a_rank_waits_for_packets_that_come_one_by_one() -> None:

@@ -140,7 +140,9 @@ def test_sums_over_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
             K.OneShotMemory(torch.zeros(ranks).long(), 1, 8, columns, dtype),
         )
         for stream, adds in ((x, True), (x.bfloat16(), False)):
-            one_shot_packets_triton.launch_packets(x, stream, x[0].float(), 1e-5, memory, 2, adds=adds, tries=0)
+            one_shot_packets_triton.launch_packets(
+                x, stream, x[0].float(), 1e-5, memory, 2, adds=adds, norm=True, tries=0
+            )
     one_shot_triton.launch_one_shot(x, x, x[0], 1e-5, memory, 2, adds=False)
     assert made.compiled == {"one_shot_packets._packets", "one_shot._one_shot"}
 
@@ -171,7 +173,7 @@ def test_weights_are_fetched_ahead(monkeypatch: pytest.MonkeyPatch, begins_early
             given = (q, q[:, :2], q[:, :2], kept, None, where, where[0, :1], 1.0, None, 4)
             paged_attention_triton.attend_new(*given, **options)
             weights_ahead.take_product(w)
-            one_shot_packets_triton.launch_packets(x, x, x[0], 1e-5, memory, 2, adds=True, tries=0)
+            one_shot_packets_triton.launch_packets(x, x, x[0], 1e-5, memory, 2, adds=True, norm=True, tries=0)
             weights_ahead.take_product(w, w)
             one_shot_triton.launch_one_shot(x, x, x[0], 1e-5, memory, 2, adds=True)
             weights_ahead.take_product(w)
@@ -184,7 +186,8 @@ def test_weights_are_fetched_ahead(monkeypatch: pytest.MonkeyPatch, begins_early
         (K.RowWeight(codes.codes, None, codes.scale), Tile(8, 128, 2)),
     ):
         row_product_triton.product(x[:, :128], *layer, tile=tile, sends=(memory, 2))
-    one_shot_packets_triton.launch_packets(None, x, x[0], 1e-5, memory, 2, adds=True, tries=0)
+    for norm in (True, False):
+        one_shot_packets_triton.launch_packets(None, x, x[0], 1e-5, memory, 2, adds=True, norm=norm, tries=0)
     made.compiled -= {"row_product._product", "row_product._product_int4", "row_words.product_words"}
     assert made.compiled == {"paged_attention._attend", "one_shot_packets._packets", "one_shot._one_shot"}
 

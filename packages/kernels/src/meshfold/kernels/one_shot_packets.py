@@ -8,11 +8,15 @@ rows it is for.
 
 Memory of a rank::
 
-    epochs   int32  slots rows                   of the last call with a row of a slot; this rank's own
+    epochs   int32  slots rows parts             of the last call with a row of a slot; this rank's own
     packets  int64  slots ranks rows words       from each rank; 4 / itemsize elements a word
 
 The product that makes a single row can send it (:func:`packet_product`): its programs write the packets of their outputs, to this
 rank's memory too, and the sum finds them there.
+
+A program sums a whole row where the norm follows, and a part of one where the products that read the row compute the norm
+(:func:`packet_parts`). Each part has an epoch, since programs of a call end at different times; all parts of a row have the same
+one between calls.
 
 Epochs grow by one at each call and are in memory, so a CUDA graph that is replayed goes on with them. Slots are used as there: when
 a rank writes, each peer has begun the call before, hence ended the call before that one.
@@ -28,6 +32,9 @@ from meshfold.kernels.row_product import RowWeight
 
 _MOST_BYTES = 64 * 1024
 _ALIGNED = 256
+PARTS = 32
+"""most programs that sum a row"""
+_PART_WORDS = 256
 PACKET_TRIES = 1 << 23
 """how often a check reads packets that do not come: about ten seconds"""
 
@@ -45,9 +52,14 @@ def packet_rows(columns: int, itemsize: int, ranks: int) -> int:
     return min(one_shot_rows(columns, itemsize, ranks), _MOST_BYTES // (columns * itemsize))
 
 
+def packet_parts(words: int) -> int:
+    """Return into how many equal parts a row of so many words is split, up to its last, for a sum without the norm."""
+    return -(-words // max(_PART_WORDS, 1 << (-(-words // PARTS) - 1).bit_length()))
+
+
 def epoch_bytes(rows: int) -> int:
     """Return the bytes of the epochs, in whole units of alignment."""
-    return -(-SLOTS * rows * 4 // _ALIGNED) * _ALIGNED
+    return -(-SLOTS * rows * PARTS * 4 // _ALIGNED) * _ALIGNED
 
 
 def packet_bytes(rows: int, columns: int, itemsize: int, ranks: int) -> int:
@@ -95,17 +107,19 @@ def packet_sum(
     slot: int,
     *,
     adds: bool = False,
+    norm: bool = True,
     tries: int = 0,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor | None]:
     """Sum rows over ranks, add the stream and normalise, by one Triton kernel; all ranks must call in the same order.
 
     Args:
         x: as of :func:`meshfold.kernels.one_shot_sum`, as are stream, gain, eps, slot and adds; None: a product has sent the row.
         memory: of :func:`packet_bytes`, which began as zeros.
+        norm: False leaves the norm to whoever reads the sum. Several programs then sum a row, which takes less time.
         tries: how often packets are read before the kernel gives up, with a wrong result; 0: it waits.
 
     Returns:
-        What :func:`meshfold.kernels.sum_add_norm` returns.
+        What :func:`meshfold.kernels.sum_add_norm` returns; None for the normed rows without the norm.
 
     Raises:
         ValueError: for rows that the memory has no room for.
@@ -113,4 +127,4 @@ def packet_sum(
     memory.check(torch.empty(stream.shape, dtype=memory.dtype, device="meta") if x is None else x)
     from meshfold.kernels.one_shot_packets_triton import launch_packets  # which needs Triton
 
-    return launch_packets(x, stream, gain, eps, memory, slot, adds=adds, tries=tries)
+    return launch_packets(x, stream, gain, eps, memory, slot, adds=adds, norm=norm, tries=tries)

@@ -1,4 +1,4 @@
-"""The one-shot sum by packets in Triton, with residual and RMSNorm: a program for each row. Products can send packets too."""
+"""The one-shot sum by packets in Triton, with residual and RMSNorm. Products can send packets too."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from meshfold.kernels._triton import launch
+from meshfold.kernels._triton import cdiv, launch
 from meshfold.kernels.one_shot import OneShotMemory
-from meshfold.kernels.one_shot_packets import epoch_bytes
+from meshfold.kernels.one_shot_packets import PARTS, epoch_bytes, packet_parts
 from meshfold.kernels.overlap import early
 from meshfold.kernels.weights_ahead import Ahead, launch_ahead
 from meshfold.kernels.weights_ahead_triton import ask, asking
+
+_EPOCHS = tl.constexpr(PARTS)
 
 
 @triton.jit
@@ -49,10 +51,17 @@ def _write(like, word, inside, first, second, LANES: tl.constexpr):
 
 
 @triton.jit
+def epoch_to_send(addresses, slot, most, RANK: tl.constexpr):
+    """Return the epoch of the packets of the first row."""
+    return tl.load(tl.load(addresses + RANK).to(tl.pointer_type(tl.int32)) + slot * most * _EPOCHS) + 1
+
+
+@triton.jit
 def send(
     value,
     like,
     addresses,
+    epoch,
     slot,
     most,
     words,
@@ -70,8 +79,6 @@ def send(
         low, high = tl.split(tl.reshape(value.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF, (BN // 2, 2)))
         data = low | (high << 16)
         word = tl.program_id(0) * (BN // 2) + tl.arange(0, BN // 2)
-    epochs = tl.load(addresses + RANK).to(tl.pointer_type(tl.int32))
-    epoch = tl.load(epochs + slot * most) + 1
     packet = (epoch.to(tl.int64) << 32) | (data.to(tl.int64) & 0xFFFFFFFF)
     sent = ((slot * RANKS + RANK) * most).to(tl.int64) * words + word
     for rank in tl.static_range(RANKS):
@@ -93,7 +100,7 @@ def _packets(
     eps,
     tries,
     step,
-    rows,
+    programs,
     first_ahead,
     second_ahead,
     pieces,
@@ -103,24 +110,30 @@ def _packets(
     LANES: tl.constexpr,
     ADDS: tl.constexpr,
     SENT: tl.constexpr,
+    SPLIT: tl.constexpr,
     BW: tl.constexpr,
     EARLY: tl.constexpr,
     AHEAD: tl.constexpr,
     THREADS: tl.constexpr,
 ):
-    row = tl.program_id(0)
-    if AHEAD and row >= rows:
-        ask(first_ahead, second_ahead, pieces, row - rows, THREADS)
+    """Sum rows; ``SPLIT`` programs each of one, without the norm, or one with it (0)."""
+    program = tl.program_id(0)
+    if AHEAD and program >= programs:
+        ask(first_ahead, second_ahead, pieces, program - programs, THREADS)
         return
+    own = tl.load(addresses + RANK)
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    word = tl.arange(0, BW)
+    row, part = program, 0
+    if SPLIT:
+        row, part = program // SPLIT, program % SPLIT
+    word = part * BW + tl.arange(0, BW)
     inside = word < words
     at = slot * most + row
     here = row * words + word
-    epochs = tl.load(addresses + RANK).to(tl.pointer_type(tl.int32))
-    epoch = tl.load(epochs + at) + 1
+    epochs = own.to(tl.pointer_type(tl.int32)) + at * _EPOCHS
+    epoch = tl.load(epochs + part) + 1
     data = word
     if not SENT:
         data = tl.load(x.to(tl.pointer_type(tl.int32)) + here, mask=inside, other=0)
@@ -136,24 +149,30 @@ def _packets(
     tl.debug_barrier()  # packets are sent before this rank waits
     sum1 = tl.zeros((BW,), tl.float32)
     sum2 = tl.zeros((BW,), tl.float32)
-    own = tl.multiple_of((tl.load(addresses + RANK) + EPOCH_BYTES).to(tl.pointer_type(tl.int64)), 16)
-    for rank in tl.static_range(RANKS):  # in the same order on every rank: the same bits
-        if rank == RANK and not SENT:
-            got = data
-        else:
-            come = own + (((slot * RANKS + rank) * most + row).to(tl.int64)) * words + word
-            found = tl.load(come, mask=inside, other=0, volatile=True)
-            late = tl.sum((inside & ((found >> 32).to(tl.int32) != epoch)).to(tl.int32), 0)
-            tried = 0
-            while (late > 0) & (tried < tries):
+    packets = tl.multiple_of((own + EPOCH_BYTES).to(tl.pointer_type(tl.int64)), 16)
+    late, tried = 1, 0
+    while (late > 0) & (tried < tries):  # packets of all ranks are read at once, and again if any is not there
+        sum1 = tl.zeros((BW,), tl.float32)
+        sum2 = tl.zeros((BW,), tl.float32)
+        wrong = tl.zeros((BW,), tl.int32)
+        for rank in tl.static_range(RANKS):  # in the same order on every rank: the same bits
+            if rank == RANK and not SENT:
+                got = data
+            else:
+                come = packets + (((slot * RANKS + rank) * most + row).to(tl.int64)) * words + word
                 found = tl.load(come, mask=inside, other=0, volatile=True)
-                late = tl.sum((inside & ((found >> 32).to(tl.int32) != epoch)).to(tl.int32), 0)
-                tried += step
-            got = found.to(tl.int32)
-        sum1 += _lane(got, x, 0, LANES)
-        sum2 += _lane(got, x, LANES - 1, LANES)
+                wrong |= (inside & ((found >> 32).to(tl.int32) != epoch)).to(tl.int32)
+                got = found.to(tl.int32)
+            sum1 += _lane(got, x, 0, LANES)
+            sum2 += _lane(got, x, LANES - 1, LANES)
+        late = tl.sum(wrong, 0)
+        tried += step
     tl.debug_barrier()  # all threads have read the epoch
-    tl.store(epochs + at, epoch)
+    if SPLIT:
+        tl.store(epochs + part, epoch)
+    else:
+        every = tl.arange(0, _EPOCHS)
+        tl.store(epochs + every, tl.zeros((_EPOCHS,), tl.int32) + epoch)
     sum1 = sum1.to(total.dtype.element_ty).to(tl.float32)
     sum2 = sum2.to(total.dtype.element_ty).to(tl.float32)
     first = (first + sum1).to(stream.dtype.element_ty).to(tl.float32)
@@ -162,13 +181,14 @@ def _packets(
         _write(total, here, inside, first, second, LANES)
     else:
         _write(total, here, inside, sum1, sum2, LANES)
-    squares = first * first
-    if LANES == 2:
-        squares += second * second
-    scale = 1.0 / tl.sqrt(tl.sum(squares, 0) / (words * LANES) + eps)
-    first = first * scale * _read(gain, word, inside, 0, LANES)
-    second = second * scale * _read(gain, word, inside, LANES - 1, LANES)
-    _write(y, here, inside, first, second, LANES)
+    if not SPLIT:
+        squares = first * first
+        if LANES == 2:
+            squares += second * second
+        scale = 1.0 / tl.sqrt(tl.sum(squares, 0) / (words * LANES) + eps)
+        first = first * scale * _read(gain, word, inside, 0, LANES)
+        second = second * scale * _read(gain, word, inside, LANES - 1, LANES)
+        _write(y, here, inside, first, second, LANES)
 
 
 def launch_packets(
@@ -180,25 +200,28 @@ def launch_packets(
     slot: int,
     *,
     adds: bool,
+    norm: bool,
     tries: int,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor | None]:
     """Run the kernel; arguments as of :func:`meshfold.kernels.one_shot_packets.packet_sum`."""
     sent = x is None
     total = torch.empty(stream.shape, dtype=memory.dtype, device=stream.device)
-    y = torch.empty_like(total)
+    y = torch.empty_like(total) if norm else total
     # Two elements of 16 bits are read together.
     x, stream, gain = (
         part.clone() if part.data_ptr() % 4 else part
         for part in (total if x is None else x.contiguous(), stream.contiguous(), gain.contiguous())
     )
     words = x.shape[1] * x.element_size() // 4
-    wide = triton.next_power_of_2(words)
+    split = 0 if norm else packet_parts(words)
+    wide = triton.next_power_of_2(cdiv(words, split or 1))
+    programs = x.shape[0] * (split or 1)
     warps = 4 if wide <= 1024 else 8 if wide <= 4096 else 16
 
     def run(ahead: Ahead) -> None:
         launch(
             _packets,
-            (x.shape[0] + ahead.programs(32 * warps),),
+            (programs + ahead.programs(32 * warps),),
             x,
             memory.addresses,
             x,
@@ -212,7 +235,7 @@ def launch_packets(
             eps,
             tries or 1,
             int(tries > 0),
-            x.shape[0],
+            programs,
             *ahead,
             EPOCH_BYTES=epoch_bytes(memory.rows),
             RANK=memory.rank,
@@ -220,6 +243,7 @@ def launch_packets(
             LANES=4 // x.element_size(),
             ADDS=adds,
             SENT=sent,
+            SPLIT=split,
             BW=wide,
             num_warps=warps,
             **early(),
@@ -227,4 +251,4 @@ def launch_packets(
         )
 
     launch_ahead(run)
-    return total, y
+    return total, y if norm else None

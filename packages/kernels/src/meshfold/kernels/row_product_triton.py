@@ -14,6 +14,7 @@ from torch import Tensor
 from meshfold.kernels._triton import cdiv, launch
 from meshfold.kernels.one_shot import OneShotMemory
 from meshfold.kernels.one_shot_packets import epoch_bytes
+from meshfold.kernels.one_shot_packets_triton import epoch_to_send
 from meshfold.kernels.overlap import early
 from meshfold.kernels.row_product import RowWeight
 from meshfold.kernels.row_tiles import RowCall, Tile, group_of
@@ -112,6 +113,9 @@ def _product(
         acc = _times(tile, given, scale, zero, row, inside, group, mask, GROUP, ZERO)
         if GATED:
             acc2 = _times(tile2, given, scale2, zero2, row, inside, group, mask, GROUP, ZERO)
+    epoch = 0
+    if RANKS:  # loaded now, so that it is here when outputs are sent
+        epoch = epoch_to_send(addresses, slot, most, RANK)
     for at in tl.range(BK if EARLY else 0, k, BK, num_stages=STAGES):
         here = at + column
         there = here < k
@@ -145,6 +149,7 @@ def _product(
         k,
         eps,
         addresses,
+        epoch,
         slot,
         most,
         NORM,
@@ -224,6 +229,9 @@ def _product_int4(
     acc = tl.zeros((BN, BG), tl.float32)
     acc2 = tl.zeros((BN, BG), tl.float32)
     squares = tl.zeros((BG, WORDS), tl.float32)
+    epoch = 0
+    if RANKS:  # loaded now, so that it is here when outputs are sent
+        epoch = epoch_to_send(addresses, slot, most, RANK)
     for at in tl.range(0, groups, BG, num_stages=STAGES):
         group = at + number
         there = group < groups
@@ -274,6 +282,7 @@ def _product_int4(
         k,
         eps,
         addresses,
+        epoch,
         slot,
         most,
         NORM,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from meshfold.kernels.one_shot_packets_triton import send
+from meshfold.kernels.one_shot_packets_triton import epoch_to_send, send
 
 
 @triton.jit
@@ -28,6 +28,7 @@ def finish(
     k,
     eps,
     addresses,
+    epoch,
     slot,
     most,
     NORM: tl.constexpr,
@@ -54,7 +55,7 @@ def finish(
         total += tl.load(add + row, mask=inside, other=0.0).to(tl.float32)
     if RANKS:
         words = n // (32 // y.dtype.element_ty.primitive_bitwidth)
-        send(total, y, addresses, slot, most, words, EPOCH_BYTES, RANK, RANKS, BN)
+        send(total, y, addresses, epoch, slot, most, words, EPOCH_BYTES, RANK, RANKS, BN)
     else:
         tl.store(y + row, total.to(y.dtype.element_ty), mask=inside)
 
@@ -180,6 +181,9 @@ def product_words(
     if EARLY:  # what the kernel before has written is read from here on
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
+    epoch = 0
+    if RANKS:  # loaded now, so that it is here when outputs are sent
+        epoch = epoch_to_send(addresses, slot, most, RANK)
     acc = tl.zeros((BN, BC), tl.float32)
     acc2 = tl.zeros((BN, BC), tl.float32)
     squares = tl.zeros((BC,), tl.float32)
@@ -253,6 +257,7 @@ def product_words(
         k,
         eps,
         addresses,
+        epoch,
         slot,
         most,
         NORM,

@@ -3,9 +3,10 @@
 Under tensor parallelism in 1d a block sums over ranks twice, after attention and after its MLP. Each sum is added to the stream,
 and an RMSNorm follows. Rules find these modules by the names in our models and in transformers', so no model has a file here.
 While :class:`FusedSums` is entered, a layer that ends with a sum computes its part, and the kernel returns the sum and the norm's
-result, which the norm hands out when it is called. The model's own code adds the stream; in blocks of ours the kernel does. Names
-prove nothing: a norm whose input is not the stream that the kernel had is found when the code that makes this compares logits
-(``PagedForward``).
+result, which the norm hands out when it is called. The model's own code adds the stream; in blocks of ours the kernel does. A norm
+that products of one row compute (:mod:`meshfold.tensor_parallel.few_rows.row_kernels`) is left to them: several programs sum a row
+then. Names prove nothing: a norm whose input is not the stream that the kernel had is found when the code that makes this compares
+logits (``PagedForward``).
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from meshfold.mesh import Group, SpecError
 from meshfold.tensor_parallel.few_rows.one_shot_sums import SumNorm
 from meshfold.tensor_parallel.few_rows.row_kernels import (
     ENDS,
+    as_given,
     gain_of,
     is_own_block,
     own_block,
@@ -87,6 +89,7 @@ class FusedSums:
         for block in model.modules():
             if is_own_block(block) and all(submodule(block, path) in self._forwards for path in ENDS):
                 self._forwards[block] = partial(own_block, self._added, block)
+        self._left: set[nn.Module] = set()  # norms that products compute
         self._stream: Tensor | None = None
         self._ready: tuple[nn.Module, Tensor] | None = None
         self._calls = 0
@@ -102,7 +105,8 @@ class FusedSums:
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Context manager: layers and norms compute in this way."""
+        """Context manager: layers and norms compute in this way. Enter it after ``RowKernels``, if at all."""
+        self._left = {module for module in self._forwards if vars(module).get("forward") is as_given}
         try:
             with replaced_forwards(self._forwards):
                 yield
@@ -116,6 +120,8 @@ class FusedSums:
 
     def _norm(self, norm: nn.Module, x: Tensor) -> Tensor:
         self._stream, ready, self._ready = x, self._ready, None
+        if norm in self._left:
+            return x
         if ready is not None and ready[0] is norm:
             return ready[1].view(x.shape)
         return type(norm).forward(norm, x)  # type: ignore[no-any-return]
@@ -132,12 +138,13 @@ class FusedSums:
         x = layer.input_adapter(given)[0]
         stream = (self._stream if add is None else add).reshape(rows, -1)
         options = (stream, *found, self._calls, add is not None)
+        left = norm in self._left
         if rows == 1:
-            total, normed = self._sums.of_product(x, known, *options)
+            total, normed = self._sums.of_product(x, known, *options, not left)
         else:
             total, normed = self._sums(F.linear(x, known.weight).reshape(rows, -1), *options)
         self._calls += 1
-        self._ready = (norm, normed)
+        self._ready = None if normed is None or left else (norm, normed)
         return total.view(*x.shape[:-1], -1)
 
 

@@ -44,9 +44,9 @@ class SumNorm(Protocol):
         """Return the sum, or stream + sum if it ``adds``, and the norm of stream + sum, ``rows h``; ``call``: of the token."""
 
     def of_product(
-        self, x: Tensor, layer: RowWeight, stream: Tensor, gain: Tensor, eps: float, call: int, adds: bool
-    ) -> tuple[Tensor, Tensor]:
-        """Sum the product of one row ``.. k`` with a weight."""
+        self, x: Tensor, layer: RowWeight, stream: Tensor, gain: Tensor, eps: float, call: int, adds: bool, norm: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Sum the product of one row ``.. k`` with a weight; the normed row may be None unless ``norm``."""
 
 
 class OneShot:
@@ -99,18 +99,28 @@ class OneShot:
         slot = one_shot_slot(call)
         if x.shape[0] <= self.packet_rows:
             assert self._packets is not None
-            return packet_sum(x, stream, gain, eps, self._packets, slot, adds=adds)
+            total, normed = packet_sum(x, stream, gain, eps, self._packets, slot, adds=adds)
+            assert normed is not None
+            return total, normed
         return one_shot_sum(x, stream, gain, eps, self._memory, slot, adds=adds)
 
     def of_product(
-        self, x: Tensor, layer: RowWeight, stream: Tensor, gain: Tensor, eps: float, call: int, adds: bool = False
-    ) -> tuple[Tensor, Tensor]:
+        self,
+        x: Tensor,
+        layer: RowWeight,
+        stream: Tensor,
+        gain: Tensor,
+        eps: float,
+        call: int,
+        adds: bool = False,
+        norm: bool = True,
+    ) -> tuple[Tensor, Tensor | None]:
         """Sum the product of one row, which sends it where it can."""
         if self._sent is None or not self.sends or x.dtype != self._sent.dtype:
             return self(row_product(x, layer).view(1, -1), stream, gain, eps, call, adds)
         slot = one_shot_slot(call)
         packet_product(x, layer, self._sent, slot)
-        return packet_sum(None, stream, gain, eps, self._sent, slot, adds=adds)
+        return packet_sum(None, stream, gain, eps, self._sent, slot, adds=adds, norm=norm)
 
     def _opened(
         self, group: Group, rows: int, device: torch.device, *, sends: bool = False
@@ -142,10 +152,15 @@ def _summed(
     slot: int,
     waits: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Sum rows by packets; a kernel that does not wait is of the same compiled code."""
+    """Sum rows by packets; a kernel that does not wait is of the same compiled code.
+
+    Of products, the sums in one of the slots leave the norm, so that both kernels are tried.
+    """
+    norm, tries = same is None or slot != 1, PACKET_TRIES if waits else 16
     if same is not None:
         packet_product(x, same, memory, slot)
-    return packet_sum(x if same is None else None, stream, gain, eps, memory, slot, tries=PACKET_TRIES if waits else 16)
+    total, y = packet_sum(x if same is None else None, stream, gain, eps, memory, slot, norm=norm, tries=tries)
+    return total, sum_add_norm([total], stream, gain, eps)[1] if y is None else y
 
 
 def _tried(
@@ -161,7 +176,8 @@ def _tried(
     reason = ""
     try:
         row = torch.zeros(1, columns, dtype=dtype, device=device)
-        compute(row, row, row[0], 1e-5, slot=one_shot_slot(0), waits=False)
+        for call in range(2):
+            compute(row, row, row[0], 1e-5, slot=one_shot_slot(call), waits=False)
     except Exception as problem:  # of Triton's compiler
         reason = _first_line(problem)
     reason = next(filter(None, all_gather_object(reason, group, device)), "")

@@ -65,8 +65,7 @@ class RowKernels:
 
     def __init__(self, model: nn.Module, head: nn.Module | None) -> None:
         """Args:
-        model: its linear layers may be split over ranks. Norms before split layers stay unchanged: there the sum before them takes
-            them along (:mod:`meshfold.tensor_parallel.few_rows.fused_sums`).
+        model: its linear layers may be split over ranks.
         head: makes logits; None if it is not known.
         """
         self.ranks = ranks_of(model)
@@ -97,7 +96,7 @@ class RowKernels:
                 self._forwards[module] = partial(self._gated_mlp, module, names)
                 self._gated[module] = names
         for norm in set(self._norms.values()):
-            self._forwards[norm] = _as_given
+            self._forwards[norm] = as_given
         self._added: dict[nn.Module, Tensor] = {}  # the stream, for a layer that adds it to its output
         for block in model.modules():
             if is_own_block(block) and all(_layer(submodule(block, path)) is not None for path in ENDS):
@@ -118,10 +117,7 @@ class RowKernels:
         for module in self._forwards:  # in one order on all ranks
             if module in inside:
                 continue
-            if isinstance(module, Linear):
-                known, norm = sharded_layer(module), None
-            else:
-                known, norm = _layer(module), self._norms.get(module)
+            known, norm = _operands(module), self._norms.get(module)
             found.append(None if known is None else RowCall(known, norm=None if norm is None else gain_of(norm)))
         return [call for call in found if call is not None]
 
@@ -130,7 +126,7 @@ class RowKernels:
         if not isinstance(norm, nn.Module) or gain_of(norm) is None:
             return
         layers = [submodule(block, reader) for reader in readers]
-        if all(layer is not None and _layer(layer) is not None for layer in layers):
+        if all(layer is not None and _reads_rows(layer) for layer in layers):
             self._norms.update({layer: norm for layer in layers if layer is not None})
 
     def _linear(self, layer: nn.Module, x: Tensor) -> Tensor:
@@ -143,10 +139,10 @@ class RowKernels:
 
     def _sharded(self, layer: Linear, given: Tensor) -> Tensor:
         """Compute a layer that is split over ranks by one local product, followed by its sum over ranks if it has one."""
-        known = sharded_layer(layer)
+        known, norm = sharded_layer(layer), self._norms.get(layer)
         if given.numel() != given.shape[-1] or known is None:
-            return type(layer).forward(layer, given)
-        y = row_product(layer.input_adapter(given)[0], known)
+            return type(layer).forward(layer, given if norm is None else type(norm).forward(norm, given))
+        y = row_product(layer.input_adapter(given)[0], known, norm=None if norm is None else gain_of(norm))
         axes = layer.plan.sums("y")
         if axes:
             y = all_reduce(y, layer.mesh.group(*axes))
@@ -199,7 +195,8 @@ def is_own_block(block: nn.Module) -> bool:
     return own and all(submodule(block, path) is not None for path in ENDS)
 
 
-def _as_given(x: Tensor, *others: Any) -> Tensor:
+def as_given(x: Tensor, *others: Any) -> Tensor:
+    """Stand in for the forward of a norm that the layers which read it compute."""
     return x
 
 
@@ -235,6 +232,17 @@ def sharded_layer(layer: Linear) -> RowWeight | None:
         fits = packed.columns is None and packed.fits_rows
         return RowWeight(packed.codes, None, packed.scale, packed.zero) if fits else None
     return None if weight is None or not weight.is_contiguous() else RowWeight(weight)
+
+
+def _operands(module: nn.Module) -> RowWeight | None:
+    """Return the operands of a layer, split over ranks or not, that the kernels take; None for any other."""
+    return sharded_layer(module) if isinstance(module, Linear) else _layer(module)
+
+
+def _reads_rows(layer: nn.Module) -> bool:
+    """Return True for a layer that the kernels take, and that reads whole rows on this rank."""
+    whole = not isinstance(layer, Linear) or not layer.plan.sums("y")
+    return whole and _operands(layer) is not None
 
 
 def _factor(module: object) -> RowWeight | None:
