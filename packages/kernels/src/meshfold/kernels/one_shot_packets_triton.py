@@ -51,6 +51,21 @@ def _write(like, word, inside, first, second, LANES: tl.constexpr):
 
 
 @triton.jit
+def begin_next(RANKS: tl.constexpr):
+    """Let the kernel after a product begin early, and wait for the end of the one before.
+
+    The sum of what the product sends to RANKS reads the stream before the product's end, so it must not begin before all that came
+    before the product has ended.
+    """
+    if RANKS:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    else:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
 def epoch_to_send(addresses, slot, most, RANK: tl.constexpr):
     """Return the epoch of the packets of the first row."""
     return tl.load(tl.load(addresses + RANK).to(tl.pointer_type(tl.int32)) + slot * most * _EPOCHS) + 1
@@ -124,7 +139,8 @@ def _packets(
     own = tl.load(addresses + RANK)
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+        if not SENT:  # what products send comes as packets: their end is awaited below, while these are on their way
+            tl.extra.cuda.gdc_wait()
     row, part = program, 0
     if SPLIT:
         row, part = program // SPLIT, program % SPLIT
@@ -167,6 +183,8 @@ def _packets(
             sum2 += _lane(got, x, LANES - 1, LANES)
         late = tl.sum(wrong, 0)
         tried += step
+    if EARLY and SENT:  # before anything is written where kernels before may still read
+        tl.extra.cuda.gdc_wait()
     tl.debug_barrier()  # all threads have read the epoch
     if SPLIT:
         tl.store(epochs + part, epoch)

@@ -14,7 +14,7 @@ from torch import Tensor
 from meshfold.kernels._triton import cdiv, launch
 from meshfold.kernels.one_shot import OneShotMemory
 from meshfold.kernels.one_shot_packets import epoch_bytes
-from meshfold.kernels.one_shot_packets_triton import epoch_to_send
+from meshfold.kernels.one_shot_packets_triton import begin_next, epoch_to_send
 from meshfold.kernels.overlap import early
 from meshfold.kernels.row_product import RowWeight
 from meshfold.kernels.row_tiles import RowCall, Tile, group_of
@@ -106,8 +106,7 @@ def _product(
         tile2 = tile
         if GATED:
             tile2 = _weights(w2, wide, w_row, column, mask)
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+        begin_next(RANKS)
         given, squares = _given(x, gain, column, there, NORM)
         group = wide * groups + (column // GROUP if GROUP > 1 else column * 0)[None, :]
         acc = _times(tile, given, scale, zero, row, inside, group, mask, GROUP, ZERO)
@@ -218,8 +217,7 @@ def _product_int4(
 ):
     """Multiply by codes of four bits, in words of eight; BK / GROUP groups at a time."""
     if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+        begin_next(RANKS)
     BG: tl.constexpr = BK // GROUP
     WORDS: tl.constexpr = GROUP // 8
     row = tl.program_id(0) * BN + tl.arange(0, BN)

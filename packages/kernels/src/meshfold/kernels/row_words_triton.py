@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from meshfold.kernels.one_shot_packets_triton import epoch_to_send, send
+from meshfold.kernels.one_shot_packets_triton import begin_next, epoch_to_send, send
 
 
 @triton.jit
@@ -179,8 +179,7 @@ def product_words(
     if GATED:
         ahead2 = tl.load(w2 + start, mask=mask, other=0, eviction_policy="evict_first")
     if EARLY:  # what the kernel before has written is read from here on
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+        begin_next(RANKS)
     epoch = 0
     if RANKS:  # loaded now, so that it is here when outputs are sent
         epoch = epoch_to_send(addresses, slot, most, RANK)
