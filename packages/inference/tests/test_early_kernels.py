@@ -90,19 +90,19 @@ def right(batch: Any) -> None:
 
 
 def other_words(batch: Any) -> None:
-    batch._tokens.add_(1)
+    batch._state.tokens.add_(1)
 
 
 def old_values(batch: Any) -> None:
     """Chooses what it chose the time before."""
-    for part in (batch._tokens, batch._logprobs):
+    for part in (batch._state.tokens, batch._state.logprobs):
         mine, old = part.clone(), OLD.get(part, part)
         part.copy_(old)
         OLD[part] = mine
 
 
 def other_logprobs(batch: Any) -> None:
-    batch._logprobs.add_(1e-3)
+    batch._state.logprobs.add_(1e-3)
 
 
 @pytest.mark.parametrize(

@@ -200,13 +200,17 @@ class PlainSum:
     rows = 4
 
     def __init__(self, group: Group) -> None:
-        self.group, self.calls, self.left = group, [], 0  # type: ignore[var-annotated]
+        self.group, self.calls, self.tables, self.left = group, [], [], 0  # type: ignore[var-annotated]
 
     def __call__(
         self, x: torch.Tensor, stream: torch.Tensor, gain: torch.Tensor, eps: float, call: int, adds: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
         self.calls.append((x.shape[0], call, adds))
         return sum_add_norm([all_reduce(x, self.group)], stream, gain, eps, adds=adds)
+
+    def plain(self, x: torch.Tensor, call: int) -> torch.Tensor:
+        self.tables.append((x.shape[0], call))
+        return all_reduce(x, self.group)
 
     def of_product(self, x: torch.Tensor, layer: RowWeight, *others: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         *others, norm = others
@@ -238,6 +242,7 @@ def fused_on_ranks(kinds: list[str]) -> list[Any]:
             one = generator.generate([prompts(2)[1]], sampling=GREEDY).tokens
             # All norms but the last, which the head reads, are left to products.
             assert plain.left == len(plain.calls) - sum(call == plain.calls[-1][1] for _, call, _ in plain.calls)
+            assert plain.tables == [(1, 0)] * 5
             calls, plain.calls = plain.calls, []
             three = generator.generate(prompts(3), sampling=GREEDY).tokens
             many, before = [*plain.calls], len(plain.calls)
@@ -309,9 +314,9 @@ def test_sums_over_ranks_take_the_norms_after_them_along(kinds: list[str]) -> No
             model = hugging_face(kind) if kind != "own" else own("llama").eval()
             assert one == [greedy(model, prompts(2)[1], 6)]
             assert three == [greedy(model, prompt, 6) for prompt in prompts(3)]
-            # Two sums in each of two layers, for each token but the first, which the prompt gives.
-            assert calls == [(1, call, kind == "own") for _ in range(5) for call in range(4)]
-            assert many == [(4, call, kind == "own") for _ in range(5) for call in range(4)]
+            # Two sums in each of two layers after that of the words' rows, for each token but the first, which the prompt gives.
+            assert calls == [(1, call, kind == "own") for _ in range(5) for call in range(1, 5)]
+            assert many == [(4, call, kind == "own") for _ in range(5) for call in range(1, 5)]
             assert others == 4 and fits  # of the check alone
         fell, why = rank[-1]  # a block whose second norm does not follow its first sum is found out
         assert fell and re.fullmatch(r"logits differ by [\d.]+%: norms and layers are not what their names say", why)

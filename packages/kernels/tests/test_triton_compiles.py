@@ -193,15 +193,22 @@ def test_weights_are_fetched_ahead(monkeypatch: pytest.MonkeyPatch, begins_early
 
 
 def test_choices_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    from meshfold.kernels import word_choice_triton
+    from meshfold.kernels import token_state_triton, word_choice_triton
 
     made = Compiler()
-    monkeypatch.setattr(word_choice_triton, "launch", made.launch)
+    for module in (word_choice_triton, token_state_triton):
+        monkeypatch.setattr(module, "launch", made.launch)
     for states, draws in ((None, None), (torch.zeros(2, dtype=torch.int64), torch.ones(2, dtype=torch.bool))):
-        parts = word_choice_triton.launch_parts(torch.zeros(2, 5000).bfloat16(), torch.ones(2), 0, states, draws)
+        parts = word_choice_triton.launch_parts(
+            torch.zeros(2, 5000).bfloat16(), torch.ones(2, dtype=torch.float64), 0, states, draws
+        )
         word_choice_triton.launch_merge(parts)
         word_choice_triton.launch_choice(parts)
-    assert made.compiled == {"word_choice._words", "word_choice._merge"}
+    numbers = torch.zeros(2, dtype=torch.int64)
+    state = K.TokenState(numbers, numbers, numbers, numbers[:1], numbers.view(1, 2), torch.zeros(1, 2).double())
+    token_state_triton.launch_record(numbers, torch.zeros(2), state)
+    token_state_triton.launch_rows(numbers, torch.zeros(8, 4096).bfloat16(), 8)
+    assert made.compiled == {"word_choice._words", "word_choice._merge", "token_state._record", "token_state._rows"}
 
 
 @pytest.mark.slow  # the interpreter runs them all

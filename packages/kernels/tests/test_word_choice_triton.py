@@ -7,7 +7,7 @@ import os
 import pytest
 import torch
 
-from meshfold.kernels import merge_words, random_bits, word_parts
+from meshfold.kernels import TokenState, merge_words, random_bits, table_rows, word_parts
 from meshfold.kernels.random_bits import stream
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -36,3 +36,34 @@ def test_kernels_choose_as_the_reference(dtype: torch.dtype, noisy: bool) -> Non
     for found in (launch_choice(parts), launch_choice(launch_merge(parts)[None])):
         assert torch.equal(found[0].cpu(), wanted[0]) and found[0][0] == 710
         assert torch.allclose(found[1].cpu(), wanted[1], atol=1e-5)
+
+
+def test_a_token_is_recorded_and_is_what_the_next_one_begins_with() -> None:
+    from meshfold.kernels.token_state_triton import launch_record
+
+    def made() -> TokenState:
+        numbers = (torch.tensor(values) for values in ([7, 8, 9], [4, 0, 11], [1, 0, 1], [2]))
+        return TokenState(*numbers, torch.zeros(5, 3, dtype=torch.int64), torch.zeros(5, 3, dtype=torch.float64))
+
+    wanted, found = made(), TokenState(*(part.to(DEVICE) for part in made()))
+    for turn in range(2):
+        tokens, logprobs = torch.tensor([3, 1 << 40, 5]) + turn, torch.tensor([-0.5, -1e-8, -3.0])
+        wanted.record(tokens, logprobs)
+        launch_record(tokens.to(DEVICE), logprobs.to(DEVICE), found)
+    assert wanted.positions.tolist() == [6, 0, 13] and wanted.step.item() == 4 and wanted.tokens[3, 1] == (1 << 40) + 1
+    for mine, exact in zip(found, wanted, strict=True):
+        assert torch.equal(mine.cpu(), exact)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_of_parts_of_a_table_sum_to_its_rows(dtype: torch.dtype) -> None:
+    from meshfold.kernels.token_state_triton import launch_rows
+
+    table, ids = torch.randn(12, 1100).to(dtype), torch.tensor([0, 11, 5, 6, 5])
+    total = torch.zeros(5, 1100, dtype=dtype)
+    for first in (0, 6):
+        part = table[first : first + 6]
+        found = launch_rows(ids.to(DEVICE), part.to(DEVICE), first).cpu()
+        assert torch.equal(found, table_rows(ids, part, first)) and not found[(ids - first) // 6 != 0].any()
+        total += found
+    assert torch.equal(total, table[ids])

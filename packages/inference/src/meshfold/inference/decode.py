@@ -18,7 +18,7 @@ from torch import Tensor
 
 from meshfold.inference.requests import Request, Span
 from meshfold.inference.sampling import Sampling, SamplingRows, sample, sampling_rows
-from meshfold.kernels import PagedRows, TokenGraphs
+from meshfold.kernels import PagedRows, TokenGraphs, TokenState
 from meshfold.tensor_parallel.few_rows import SplitWords
 
 Logits = Callable[[Tensor, Tensor, PagedRows], Tensor]
@@ -63,13 +63,10 @@ class DecodeBatch:
         finds_places: attention finds the places of new keys in the tables, and is not told.
         """
         self._rows, self._width, self._most, self._size, self._spare = rows, width, most, size, spare
-        self._ids, self._positions, self._step = (
-            torch.zeros(n, dtype=torch.int64, device=device) for n in (rows, rows, 1)
-        )
-        self._going = torch.zeros(rows, dtype=torch.int64, device=device)  # 1 for a row with a sequence
+        numbers = (torch.zeros(n, dtype=torch.int64, device=device) for n in (rows, rows, rows, 1))
+        found = (torch.zeros(most, rows, dtype=dtype, device=device) for dtype in (torch.int64, torch.float64))
+        self._state = TokenState(*numbers, *found)
         self._tables = torch.full((rows, width), spare, dtype=torch.int64, device=device)
-        self._tokens = torch.zeros(most, rows, dtype=torch.int64, device=device)
-        self._logprobs = torch.zeros(most, rows, dtype=torch.float64, device=device)
         self._settings = sampling_rows([_IDLE] * rows, device)
         self._seen: Tensor | None = None
         self._pages = torch.full((rows, width), spare, dtype=torch.int64)  # what the tables have, on the host
@@ -99,7 +96,7 @@ class DecodeBatch:
         self._next = [(span.request, span.start + steps) for span in spans]
         if not goes_on:  # else the device has all of it
             self._fill(spans, places, seen)
-        self._step.zero_()
+        self._state.step.zero_()
 
     def _list(self, spans: Sequence[Span], places: Sequence[int]) -> bool:
         """List the pages of each row on the host, from those that are new; return False if nothing has changed."""
@@ -131,7 +128,7 @@ class DecodeBatch:
         for span, row in zip(spans, places, strict=True):
             numbers[:, row] = torch.tensor([span.request.slice(span.start, span.stop)[0], span.start, 1])
             rows[row] = span.request.sampling
-        for buffer, values in zip((self._ids, self._positions, self._going), numbers, strict=True):
+        for buffer, values in zip(self._state[:3], numbers, strict=True):
             buffer.copy_(values)
         given = sampling_rows(rows, torch.device("cpu"))
         for name, value in vars(given).items():
@@ -180,32 +177,30 @@ class DecodeBatch:
                 graph.replay()
             elif logits is not None:
                 advance = partial(self._advance, logits, words)
-                before = [] if agree is None else self._state()
+                before = [] if agree is None else self._copies()
                 advance()
                 if self._captures:
                     self._capture(advance, before, agree)
-        return self._tokens[:steps].tolist(), self._logprobs[:steps].tolist()
+        return self._state.tokens[:steps].tolist(), self._state.logprobs[:steps].tolist()
 
     def _advance(self, logits: Logits, words: SplitWords | None) -> None:
         """Compute one token of every row."""
-        page = offset = self._positions
+        ids, positions = self._state[:2]
+        page = offset = positions
         if not self._finds_places:
-            place = torch.div(self._positions, self._size, rounding_mode="floor").clamp(max=self._width - 1)
+            place = torch.div(positions, self._size, rounding_mode="floor").clamp(max=self._width - 1)
             page = self._tables.gather(1, place.unsqueeze(1)).squeeze(1)
-            page = torch.where(self._positions < self._width * self._size, page, self._spare)
-            offset = self._positions % self._size
+            page = torch.where(positions < self._width * self._size, page, self._spare)
+            offset = positions % self._size
         mine = self._mine
-        rows = PagedRows(page[mine], offset[mine], self._positions[mine], self._tables[mine, : self._used])
-        found = logits(self._ids, self._positions, rows)
+        rows = PagedRows(page[mine], offset[mine], positions[mine], self._tables[mine, : self._used])
+        found = logits(ids, positions, rows)
         settings: SamplingRows = self._settings
-        tokens, logprobs = sample(found, self._positions + 1, settings, self._seen, words)
+        after = positions + 1 if settings.draws else positions  # random numbers are of the token's own place
+        tokens, logprobs = sample(found, after, settings, self._seen, words)
         if settings.penalizes and self._seen is not None:
             self._seen.scatter_(1, tokens.unsqueeze(1), True)
-        self._tokens.index_copy_(0, self._step, tokens.unsqueeze(0))
-        self._logprobs.index_copy_(0, self._step, logprobs.double().unsqueeze(0))
-        self._ids.copy_(tokens)
-        self._positions.add_(self._going)
-        self._step.add_(1)
+        self._state.record(tokens, logprobs)
 
     def _capture(self, advance: Callable[[], None], before: list[Tensor], agree: Callable[[bool], bool] | None) -> None:
         """Make a graph of a step; a model that cannot run in a graph keeps running step by step.
@@ -223,22 +218,23 @@ class DecodeBatch:
             warnings.warn(f"no CUDA graph of a generated token, which is slower: {reason}", stacklevel=2)
             return
         if agree is not None:
-            after = self._state()
-            graphs = TokenGraphs(advance, self._changing, before, self._ids, self._found, agree)
+            after = self._copies()
+            graphs = TokenGraphs(advance, self._changing, before, self._state.ids, self._found, agree)
             graph = graphs.fastest(graph)
             for part, value in zip(self._changing, after, strict=True):
                 part.copy_(value)
         self._graphs[self._settings.parts] = graph
 
-    def _state(self) -> list[Tensor]:
+    def _copies(self) -> list[Tensor]:
         """Return copies of what a step changes."""
         return [part.clone() for part in self._changing]
 
     def _found(self) -> Tensor:
         """Return all tokens and their log-probs."""
-        return torch.cat((self._tokens.double(), self._logprobs))
+        return torch.cat((self._state.tokens.double(), self._state.logprobs))
 
     @property
     def _changing(self) -> list[Tensor]:
-        parts = [self._ids, self._positions, self._step, self._tokens, self._logprobs]
+        ids, positions, _, *others = self._state
+        parts = [ids, positions, *others]
         return parts if self._seen is None else [*parts, self._seen]

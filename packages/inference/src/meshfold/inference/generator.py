@@ -121,6 +121,8 @@ class Generator:
         config: Any = getattr(self._module, "config", None)
         found = getattr(config, "max_positions", getattr(config, "max_position_embeddings", None))
         self.longest: int | None = found if isinstance(found, int) else None
+        words = getattr(config, "vocab_size", None)
+        self._vocabulary: int | None = words if isinstance(words, int) else None
         settings.count("most_rows", most_rows)
         settings.count("page_size", page_size)
         per_row = -(-min(self.longest or MOST_TOKENS, MOST_TOKENS) // page_size)
@@ -200,10 +202,16 @@ class Generator:
             sampling: settings; the defaults of :class:`Sampling` by default.
 
         Raises:
-            SpecError: for a prompt that is too long, for the model or for the pool.
+            SpecError: for a prompt that is too long, for the model or for the pool, or with a token that the model does not know.
         """
         sampling = Sampling() if sampling is None else sampling
         ids = ids_of(prompt)
+        strange = [word for word in ids if self._vocabulary and not 0 <= word < self._vocabulary]
+        if strange:
+            words = f"the vocabulary of {self._vocabulary} words"
+            raise SpecError(
+                f"token id {strange[0]} is not in {words}: write one of those. Is the tokenizer the model's own?"
+            )
         if self.longest is not None and len(ids) + sampling.max_new_tokens - 1 > self.longest:
             room = f"max_new_tokens={self.longest + 1 - len(ids)} or " if len(ids) <= self.longest else ""
             raise SpecError(

@@ -148,6 +148,7 @@ from meshfold.kernels.tensor_lists import (
 )
 from meshfold.kernels.token_graphs import TokenGraphs, tried_graphs
 from meshfold.kernels.token_rows import sum_rows, take_rows, take_weighted_rows
+from meshfold.kernels.token_state import TokenState, table_rows
 from meshfold.kernels.weights_ahead import WeightsAhead
 from meshfold.kernels.word_choice import choose_words, log_exponential, merge_words, word_parts
 
@@ -188,6 +189,7 @@ __all__ = [
     "Segments",
     "SplitState",
     "TokenGraphs",
+    "TokenState",
     "VocabularyShard",
     "WeightsAhead",
     "WholeState",
@@ -300,6 +302,7 @@ __all__ = [
     "sum_rows",
     "swiglu",
     "swiglu2",
+    "table_rows",
     "take_row_tiles",
     "take_rows",
     "take_weighted_rows",

@@ -20,7 +20,7 @@ def _words(logits, divisor, states, draws, parts, row_stride, words, first, NOIS
     inside = word < words
     score = tl.load(logits + row * row_stride + word, mask=inside, other=-float("inf")).to(tl.float32)
     # A division by / is approximate on a GPU.
-    score = tl.div_rn(score, tl.broadcast_to(tl.load(divisor + row), score.shape))
+    score = tl.div_rn(score, tl.broadcast_to(tl.load(divisor + row).to(tl.float32), score.shape))
     chosen = score
     if NOISE:
         uniform = (bits_at(tl.load(states + row), first + word) >> 1).to(tl.float32) * 1.0842021724855044e-19  # 2**-63
@@ -77,7 +77,7 @@ def launch_parts(logits: Tensor, divisor: Tensor, first: int, states: Tensor | N
         (b, parts.shape[0]),
         logits,
         logits,
-        divisor.to(torch.float32),
+        divisor,
         parts if states is None else states,  # what is not there is not read
         parts if draws is None else draws.view(torch.int8),
         parts,

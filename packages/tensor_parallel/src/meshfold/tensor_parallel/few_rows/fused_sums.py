@@ -5,8 +5,10 @@ and an RMSNorm follows. Rules find these modules by the names in our models and 
 While :class:`FusedSums` is entered, a layer that ends with a sum computes its part, and the kernel returns the sum and the norm's
 result, which the norm hands out when it is called. The model's own code adds the stream; in blocks of ours the kernel does. A norm
 that products of one row compute (:mod:`meshfold.tensor_parallel.few_rows.row_kernels`) is left to them: several programs sum a row
-then. Names prove nothing: a norm whose input is not the stream that the kernel had is found when the code that makes this compares
-logits (``PagedForward``).
+then. The rows of a split table of words, which begin the stream, are summed in this way too.
+
+Names prove nothing: a norm whose input is not the stream that the kernel had is found when the code that makes this compares logits
+(``PagedForward``).
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from meshfold.kernels import table_rows
 from meshfold.mesh import Group, SpecError
 from meshfold.tensor_parallel.few_rows.one_shot_sums import SumNorm
 from meshfold.tensor_parallel.few_rows.row_kernels import (
@@ -32,7 +35,7 @@ from meshfold.tensor_parallel.few_rows.row_kernels import (
     sharded_layer,
     submodule,
 )
-from meshfold.tensor_parallel.layers import Linear
+from meshfold.tensor_parallel.layers import Embedding, Linear
 
 _SUMS = (
     ("norm1", "attn.out", "norm2", "mlp.down"),
@@ -90,6 +93,9 @@ class FusedSums:
             if is_own_block(block) and all(submodule(block, path) in self._forwards for path in ENDS):
                 self._forwards[block] = partial(own_block, self._added, block)
         self._left: set[nn.Module] = set()  # norms that products compute
+        for module in model.modules():
+            if isinstance(module, Embedding) and _begins_stream(module, self.group, self.columns, self.dtype):
+                self._forwards[module] = partial(self._table, module)
         self._stream: Tensor | None = None
         self._ready: tuple[nn.Module, Tensor] | None = None
         self._calls = 0
@@ -117,6 +123,15 @@ class FusedSums:
     def begin(self) -> None:
         """Begin a token. Call it before each forward of the model."""
         self._stream, self._ready, self._calls = None, None, 0
+
+    def _table(self, layer: Embedding, ids: Tensor) -> Tensor:
+        rows = ids.numel()
+        if self._sums is None or not 0 < rows <= self.rows:
+            return type(layer).forward(layer, ids)
+        first = layer.mesh.index(*layer.plan.compute[layer.plan.k]) * layer.weight.shape[0]
+        y = self._sums.plain(table_rows(ids.reshape(-1), layer.weight, first), self._calls)
+        self._calls += 1
+        return y.view(*ids.shape, -1)
 
     def _norm(self, norm: nn.Module, x: Tensor) -> Tensor:
         self._stream, ready, self._ready = x, self._ready, None
@@ -146,6 +161,15 @@ class FusedSums:
         self._calls += 1
         self._ready = None if normed is None or left else (norm, normed)
         return total.view(*x.shape[:-1], -1)
+
+
+def _begins_stream(layer: Embedding, group: Group, columns: int, dtype: torch.dtype) -> bool:
+    """Return True for a table whose words are split over the ranks of a group, and that does nothing else."""
+    plan = layer.plan
+    split = plan.sums("y") and layer.mesh.group(*plan.sums("y")).ranks == group.ranks
+    alike = layer.weight.shape[1] == columns and layer.weight.dtype == dtype and layer.weight.is_contiguous()
+    plain = layer.padding_idx is None and not layer.has_own_code
+    return bool(split and alike and plain and not any(plan.extras(operand) for operand in ("w", "y")))
 
 
 def _sums_rows(layer: nn.Module) -> bool:

@@ -48,6 +48,9 @@ class SumNorm(Protocol):
     ) -> tuple[Tensor, Tensor | None]:
         """Sum the product of one row ``.. k`` with a weight; the normed row may be None unless ``norm``."""
 
+    def plain(self, x: Tensor, call: int) -> Tensor:
+        """Return the sum of rows alone."""
+
 
 class OneShot:
     """The kernels over memory that the ranks of a group share.
@@ -121,6 +124,14 @@ class OneShot:
         slot = one_shot_slot(call)
         packet_product(x, layer, self._sent, slot)
         return packet_sum(None, stream, gain, eps, self._sent, slot, adds=adds, norm=norm)
+
+    def plain(self, x: Tensor, call: int) -> Tensor:
+        """Sum by a kernel."""
+        slot = one_shot_slot(call)
+        if x.shape[0] <= self.packet_rows:
+            assert self._packets is not None
+            return packet_sum(x, x, x[0], 0.0, self._packets, slot, norm=False)[0]
+        return one_shot_sum(x, x, x[0], 0.0, self._memory, slot)[0]
 
     def _opened(
         self, group: Group, rows: int, device: torch.device, *, sends: bool = False

@@ -101,6 +101,8 @@ class RowKernels:
         for block in model.modules():
             if is_own_block(block) and all(_layer(submodule(block, path)) is not None for path in ENDS):
                 self._forwards[block] = partial(own_block, self._added, block)
+            if _is_own_rotary(block):
+                self._forwards[block] = _Tables(block)
 
     def __bool__(self) -> bool:
         return bool(self._forwards)
@@ -187,6 +189,34 @@ def own_block(added: dict[nn.Module, Tensor], block: Any, x: Tensor, *others: An
     added[block.mlp.down] = x
     y: Tensor = block.mlp(block.norm2(x))
     return y
+
+
+class _Tables:
+    """Cosines and sines of the positions of a few tokens, with the frequencies made once."""
+
+    def __init__(self, rotary: Any) -> None:
+        """Args:
+        rotary: of our models.
+        """
+        self._rotary, self._frequencies = rotary, torch.empty(0)
+
+    def __call__(self, positions: Tensor | None, seq_len: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return what the module's own forward does."""
+        if positions is None:
+            found: tuple[Tensor, Tensor] = type(self._rotary).forward(self._rotary, positions, seq_len, device)
+            return found
+        if self._frequencies.device != device or not self._frequencies.numel():
+            exponents = torch.arange(0, self._rotary.head_dim, 2, dtype=torch.float32, device=device)
+            frequencies = self._rotary.theta ** -(exponents / self._rotary.head_dim)
+            self._frequencies = torch.cat((frequencies, frequencies))
+        angles = positions.unsqueeze(-1) * self._frequencies
+        return angles.cos(), angles.sin()
+
+
+def _is_own_rotary(module: nn.Module) -> bool:
+    """Return True for the tables of our models."""
+    own = type(module).__module__.startswith("meshfold.models.")
+    return own and isinstance(getattr(module, "theta", None), float | int) and hasattr(module, "head_dim")
 
 
 def is_own_block(block: nn.Module) -> bool:

@@ -124,6 +124,11 @@ class Embedding(ShardedLayer):
         y = self._leave(found * here.unsqueeze(-1))
         return self._coded(y.view(*lead_shape(ids.shape, y.shape[0]), y.shape[-1]), ids)
 
+    @property
+    def has_own_code(self) -> bool:
+        """True if the class of the whole table makes something of its rows."""
+        return self._code is not None
+
     def _coded(self, rows: Tensor, ids: Tensor) -> Tensor:
         """Return what the table's own class makes of its rows."""
         return rows if self._code is None else self._code(rows, ids, self.weight, self._buffers)
