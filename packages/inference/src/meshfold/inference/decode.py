@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from meshfold.inference.requests import Request, Span
-from meshfold.inference.sampling import Sampling, SamplingRows, sample, sampling_rows
+from meshfold.inference.sampling import Sampling, sample, sampling_rows
 from meshfold.kernels import PagedRows, TokenGraphs, TokenState
 from meshfold.tensor_parallel.few_rows import SplitWords
 
@@ -195,7 +195,7 @@ class DecodeBatch:
         mine = self._mine
         rows = PagedRows(page[mine], offset[mine], positions[mine], self._tables[mine, : self._used])
         found = logits(ids, positions, rows)
-        settings: SamplingRows = self._settings
+        settings = self._settings
         after = positions + 1 if settings.draws else positions  # random numbers are of the token's own place
         tokens, logprobs = sample(found, after, settings, self._seen, words)
         if settings.penalizes and self._seen is not None:
@@ -235,6 +235,5 @@ class DecodeBatch:
 
     @property
     def _changing(self) -> list[Tensor]:
-        ids, positions, _, *others = self._state
-        parts = [ids, positions, *others]
+        parts = [part for part in self._state if part is not self._state.going]
         return parts if self._seen is None else [*parts, self._seen]
