@@ -69,7 +69,7 @@ class RowKernels:
         head: makes logits; None if it is not known.
         """
         self.ranks = ranks_of(model)
-        self._forwards: dict[nn.Module, Callable[..., Tensor]] = {}
+        self._forwards: dict[nn.Module, Callable[..., Any]] = {}
         self._norms: dict[nn.Module, nn.Module] = {}  # of each layer that takes one into its product
         self._gated: dict[nn.Module, tuple[str, ...]] = {}  # names of the layers of MLPs
         for block in model.modules():
