@@ -1,4 +1,4 @@
-"""What a generated token leaves behind on the device: it is recorded, and is what the next one begins with."""
+"""State of a batch between generated tokens: each token is recorded on the device, and is what the next one begins with."""
 
 from __future__ import annotations
 
