@@ -11,6 +11,7 @@ import pytest
 import torch
 from expert_models import EXPERTS, FFN, HIDDEN, close
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from meshfold.experts import ExpertRows, Experts, dispatch, feed_forward, find_experts, shard_experts, spilled
 from meshfold.mesh import Mesh
@@ -58,7 +59,7 @@ class Sharded:
         x, index, weights = of_a_rank(self.group.index, uneven)
         x, weights = (t.to(self.experts.down.dtype).requires_grad_() for t in (x, weights))
         own = {name: self.experts.get_parameter(name) for name in self.block.layout.names}
-        how: dict[str, Any] = dict(experts=EXPERTS, group=self.group, weighs=True, parameters=own, **settings)
+        how: dict[str, Any] = dict(experts=EXPERTS, group=self.group, weighs=True, parameters=own) | settings
         with parts_of_few_rows(), torch.autocast("cpu", torch.bfloat16, enabled=cast):
             y = dispatch(x, index, weights, self.run, **how)
         leaves = [x, weights, *own.values()]
@@ -86,6 +87,9 @@ def test_spilled_rows_are_exact_and_computed_again_only_where_there_are_some() -
             for one, other in zip(layer.gradients(uneven, exchange="all_gather"), expected, strict=True):
                 close(one, other)
         assert layer.runs == [*forward, (rest, True, False)]
+    expected = layer.gradients(True, exchange="all_to_all", weighs=False)
+    for one, other in zip(layer.gradients(True, exchange="all_gather", weighs=False), expected, strict=True):
+        close(one, other)
     layer.gradients(True, exchange="all_gather", capacity=100.0)  # room is for all tokens, but no more
     assert [rows for rows, _, _ in layer.runs[:2]] == [2 * MEAN, rest]
     layer.gradients(True, exchange="all_gather", capacity=2.0)
@@ -106,6 +110,31 @@ def test_all_parts_run_under_the_autocast_of_the_forward() -> None:
         assert one.dtype == other.dtype == torch.float32
         close(one, other, rtol=1e-2, atol=1e-2)
     assert {cast for _, _, cast in layer.runs} == {True} and len(layer.runs) == 2 + (layer.group.index == 0)
+
+
+@ranks(4)
+def test_parts_take_part_in_recomputation_and_in_a_backward_in_two_passes() -> None:
+    """Checkpoints run the forward again inside of a backward; pipelines may ask for gradients of inputs before those of weights."""
+    layer = Sharded()
+    x, index, weights = of_a_rank(layer.group.index, True)
+    own = {name: layer.experts.get_parameter(name) for name in layer.block.layout.names}
+    leaves = [x.requires_grad_(), weights.requires_grad_(), *own.values()]
+
+    def forward(x: Tensor, weights: Tensor) -> Tensor:
+        how: dict[str, Any] = dict(
+            experts=EXPERTS, group=layer.group, weighs=True, parameters=own, exchange="all_gather"
+        )
+        with parts_of_few_rows():
+            return dispatch(x, index, weights, layer.run, **how).sin()
+
+    expected = torch.autograd.grad(forward(x, weights).sum(), leaves)
+    y = checkpoint(forward, x, weights, use_reentrant=False)
+    y.sum().backward()
+    loss = forward(x, weights).sum()
+    two = [*torch.autograd.grad(loss, leaves[:2], retain_graph=True), *torch.autograd.grad(loss, leaves[2:])]
+    for leaf, second, other in zip(leaves, two, expected, strict=True):
+        close(leaf.grad, other)
+        close(second, other)
 
 
 @ranks(4)

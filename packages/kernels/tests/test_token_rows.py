@@ -49,6 +49,11 @@ def test_rows_are_copies_and_sums_are_weighted(rounded_once: Callable[..., None]
             ]
             wanted = torch.stack([sum(each, torch.zeros(HIDDEN, dtype=torch.float64)) for each in terms])
             rounded_once(z, wanted, "sum")
+            changed = x.detach().clone()
+            assert K.add_rows_(changed, rows, pairs, places, given) is changed
+            rounded_once(changed, exact[0].detach() + wanted.detach(), "sum in place")
+            without = (places < 0).all(1)
+            assert torch.equal(changed[without], x[without])
             towards = torch.randn(TOKENS, HIDDEN).to(dtype)
             inputs, exact_inputs = ([rows], [exact[1]]) if given is None else ([rows, weights], [exact[1], exact[2]])
             found = torch.autograd.grad(z, inputs, towards)
@@ -87,6 +92,9 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
     places, pairs = places_and_pairs()
     with pytest.raises(ValueError, match=r"places must be \[n, j\].*for 4 tokens"):
         K.take_rows(torch.zeros(4, 2), pairs, places)
+    for y, rows in ((torch.zeros(TOKENS, 2), torch.zeros(ROWS, 3)), (torch.zeros(2, TOKENS).t(), torch.zeros(ROWS, 2))):
+        with pytest.raises(ValueError, match="add_rows_ takes a contiguous"):
+            K.add_rows_(y, rows, pairs, places)
     with pytest.raises(ValueError, match="rows must be"):
         K.sum_rows(torch.zeros(4, 2), pairs, places)
     with pytest.raises(ValueError, match=r"weights must be \[n, j\]"):

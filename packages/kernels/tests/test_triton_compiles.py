@@ -268,6 +268,7 @@ def test_all_kernels_compile(compiler: Compiler, monkeypatch: pytest.MonkeyPatch
     K.sum_rows(
         K.take_rows(x, places.flatten(), places), places.flatten(), places, torch.ones(8, 3, requires_grad=True)
     ).sum().backward()
+    K.add_rows_(torch.zeros(8, h), torch.zeros(24, h), places.flatten(), places, torch.ones(8, 3))
     copied, of_rows = K.take_weighted_rows(x, torch.ones(8, 3, requires_grad=True), places.flatten(), places)
     (copied.sum() + of_rows.sum()).backward()
     logits = torch.zeros(8, 128, requires_grad=True)
@@ -348,6 +349,7 @@ def test_all_kernels_compile(compiler: Compiler, monkeypatch: pytest.MonkeyPatch
         "pair_attention._dbias",
         "token_rows._take",
         "token_rows._sum",
+        "token_rows._add",
         "token_rows._sum_gradients",
         "expert_choice._chosen",
         "expert_choice._choice_gradients",

@@ -452,6 +452,13 @@ def test_token_rows(sizes: tuple[int, int, int, int], dtype: torch.dtype) -> Non
     whole = torch.zeros(rows, hidden, device=DEVICE)
     agree(lambda r: K.sum_rows(whole.to(r).index_copy(0, named, r), pairs, places), summands[named], scale=each)
     agree(lambda r, w: K.sum_rows(r, pairs, places, w), summands, weights, scale=hidden**0.5)
+    before = seeded(tokens, hidden, dtype=dtype, seed=4)
+    for given in (None, weights):
+        found, exact = before.clone(), before.double()
+        K.add_rows_(found, summands, pairs, places, given)
+        with K.use("reference"):
+            K.add_rows_(exact, summands.double(), pairs, places, None if given is None else given.double())
+        near(found, exact, "rows added in place", each + 1.0)
 
 
 def totals_of(logits: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:

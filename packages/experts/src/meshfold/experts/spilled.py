@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from meshfold.experts.expert_rows import ExpertRows, RowSource, Run
-from meshfold.kernels import once_differentiable, sum_rows, take_rows, take_weighted_rows
+from meshfold.kernels import add_rows_, once_differentiable, sum_rows, take_rows, take_weighted_rows
 from meshfold.mesh.processes import start_reading
 
 
@@ -63,9 +63,17 @@ class RunOfRows:
     keeps: bool
 
     def __call__(
-        self, tokens: Tensor, weights: Tensor, rows: PlacedRows, parameters: Mapping[str, Tensor] | None = None
+        self,
+        tokens: Tensor,
+        weights: Tensor,
+        rows: PlacedRows,
+        parameters: Mapping[str, Tensor] | None = None,
+        onto: Tensor | None = None,
     ) -> Tensor:
-        """Return the weighted sum of each token's experts that have a row: ``[n, h], [n, k] -> [n, h]``."""
+        """Return the weighted sum of each token's experts that have a row: ``[n, h], [n, k] -> [n, h]``.
+
+        ``onto``: add it to this in place, without gradients, and return this.
+        """
         of_rows = None
         if self.weighs:
             values, of_rows = take_weighted_rows(tokens, weights, rows.pairs, rows.places)
@@ -82,7 +90,10 @@ class RunOfRows:
                 parameters=parameters,
             )
         )
-        return sum_rows(outputs.to(tokens.dtype), rows.pairs, rows.places, None if self.weighs else weights)
+        outputs, given = outputs.to(tokens.dtype), None if self.weighs else weights
+        if onto is not None:
+            return add_rows_(onto, outputs, rows.pairs, rows.places, given)
+        return sum_rows(outputs, rows.pairs, rows.places, given)
 
 
 def run_in_parts(
@@ -105,7 +116,7 @@ def run_in_parts(
         size = min(first, end - first)
         part = rows.part(first, size)
         spilled = _Spilled(run=run, first=first, filled=filled, names=tuple(parameters), counts=part.counts)
-        y = y + _Again.apply(spilled, tokens, weights, part.places, part.pairs, part.ends, *parameters.values())
+        y = _Again.apply(spilled, y, tokens, weights, part.places, part.pairs, part.ends, *parameters.values())
         first += size
     return y
 
@@ -120,32 +131,33 @@ class _Spilled:
     names: tuple[str, ...]
     counts: Sequence[int] | None
 
-    def __call__(self, tensors: Sequence[Tensor]) -> Tensor:
+    def __call__(self, tensors: Sequence[Tensor], onto: Tensor | None = None) -> Tensor:
         tokens, weights, places, pairs, ends, *parameters = tensors
         rows = PlacedRows(places=places, pairs=pairs, ends=ends, counts=self.counts)
-        return self.run(tokens, weights, rows, dict(zip(self.names, parameters, strict=True)))
+        return self.run(tokens, weights, rows, dict(zip(self.names, parameters, strict=True)), onto)
 
 
 class _Again(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, spilled: _Spilled, *tensors: Tensor) -> Tensor:
-        ctx.spilled, ctx.cast = spilled, _autocast(tensors[0].device.type)
+    def forward(ctx: Any, spilled: _Spilled, y: Tensor, *tensors: Tensor) -> Tensor:
+        ctx.spilled, ctx.cast = spilled, _autocast(y.device.type)
         ctx.save_for_backward(*tensors)
-        return spilled(tensors)
+        ctx.mark_dirty(y)
+        return spilled(tensors, onto=y)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> Any:
         spilled: _Spilled = ctx.spilled
-        needed = ctx.needs_input_grad[1:]
+        needed = ctx.needs_input_grad[2:]
         filled = spilled.filled()
         if filled is not None and filled <= spilled.first:
-            return (None,) * (1 + len(needed))
+            return None, dy, *(None for _ in needed)
         with torch.enable_grad(), ctx.cast():
             tensors = [x.detach().requires_grad_(need) for x, need in zip(ctx.saved_tensors, needed, strict=True)]
             y = spilled(tensors)
         found = iter(torch.autograd.grad(y, [x for x in tensors if x.requires_grad], dy))
-        return None, *(next(found) if need else None for need in needed)
+        return None, dy, *(next(found) if need else None for need in needed)
 
 
 def _autocast(device: str) -> Callable[[], AbstractContextManager[Any]]:

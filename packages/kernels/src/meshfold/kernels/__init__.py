@@ -147,7 +147,7 @@ from meshfold.kernels.tensor_lists import (
     lion_lists,
 )
 from meshfold.kernels.token_graphs import TokenGraphs, tried_graphs
-from meshfold.kernels.token_rows import sum_rows, take_rows, take_weighted_rows
+from meshfold.kernels.token_rows import add_rows_, sum_rows, take_rows, take_weighted_rows
 from meshfold.kernels.token_state import TokenState, table_rows
 from meshfold.kernels.weights_ahead import WeightsAhead
 from meshfold.kernels.word_choice import choose_words, log_exponential, merge_words, word_parts
@@ -199,6 +199,7 @@ __all__ = [
     "adamw_lists",
     "add_layer_norm",
     "add_rms_norm",
+    "add_rows_",
     "applied",
     "apply_lists",
     "apply_rotary",

@@ -36,7 +36,7 @@ FAMILIES: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "rotary": ("apply_rotary", ("triton",)),
     "merge_attention": ("merge_attention_", ("triton",)),
     "pair_attention": ("pair_attention, pair_attention_forward, pair_attention_backward", ("triton",)),
-    "token_rows": ("take_rows, take_weighted_rows, sum_rows", ("triton",)),
+    "token_rows": ("take_rows, take_weighted_rows, sum_rows, add_rows_", ("triton",)),
     "expert_choice": ("softmax_choice, routing_totals", ("triton",)),
     "expert_places": ("expert_places", ("triton",)),
     "grouped_products": ("grouped_product", ("triton",)),

@@ -73,6 +73,30 @@ def sum_rows(rows: Tensor, pairs: Tensor, places: Tensor, weights: Tensor | None
     return y
 
 
+@torch.no_grad()
+def add_rows_(y: Tensor, rows: Tensor, pairs: Tensor, places: Tensor, weights: Tensor | None = None) -> Tensor:
+    """Add the rows of each token to it in place, as :func:`sum_rows` sums them: ``[n, h], [m, h] -> [n, h]``.
+
+    Tokens without a row are neither read nor written, so few rows take little time. There is no backward: that of
+    :func:`sum_rows` is the rows'.
+
+    Args:
+        y: [n, h], contiguous, in the dtype of ``rows``.
+        rows, pairs, places, weights: as of :func:`sum_rows`.
+
+    Raises:
+        ValueError: if the shapes do not fit.
+    """
+    _check(places, pairs, y.shape[0])
+    if rows.shape != (pairs.shape[0], y.shape[1]) or rows.dtype is not y.dtype or not y.is_contiguous():
+        raise ValueError(
+            f"add_rows_ takes a contiguous [n, h] and rows [m, h] of its dtype beside pairs [m], got {list(y.shape)} {y.dtype}, "
+            f"rows {list(rows.shape)} {rows.dtype} and pairs {list(pairs.shape)}"
+        )
+    dispatch.twin(add_summed, rows)(y, rows, pairs, places, weights)
+    return y
+
+
 def _check(places: Tensor, pairs: Tensor, tokens: int) -> None:
     if places.dim() != 2 or pairs.dim() != 1 or places.shape[0] != tokens:
         raise ValueError(
@@ -153,6 +177,12 @@ def summed(rows: Tensor, pairs: Tensor, places: Tensor, weights: Tensor | None) 
         kept = kept * weights.to(dtype).flatten().index_select(0, pairs).unsqueeze(1)
     y = torch.zeros(tokens, rows.shape[1], dtype=dtype, device=rows.device)
     return as_dtype(y.index_add(0, pairs // each, kept), rows.dtype)  # not in place: see as_dtype
+
+
+def add_summed(y: Tensor, rows: Tensor, pairs: Tensor, places: Tensor, weights: Tensor | None) -> None:
+    """Add the sum over the rows of each token to ``y``, ``n h``, where it has any."""
+    dtype = compute_dtype(rows)
+    y.copy_(y.to(dtype) + summed(rows.to(dtype), pairs, places, weights))
 
 
 def sum_gradients(dy: Tensor, rows: Tensor, pairs: Tensor, places: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:

@@ -80,6 +80,42 @@ def _sum(
     tl.store(y + token[:, None] * y_row + column, total.to(y.dtype.element_ty), mask=real[:, None] & (column < columns))
 
 
+@triton.jit(do_not_specialize=["tokens"])
+def _add(
+    rows,
+    places,
+    weights,
+    y,
+    tokens,
+    columns,
+    each,
+    rows_row,
+    y_row,
+    WEIGHTED: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, COLUMNS)[None, :]
+    real = token < tokens
+    last = tl.full((ROWS,), -1, dtype=tl.int64)
+    for i in range(each):
+        last = tl.maximum(last, tl.load(places + token * each + i, mask=real, other=-1).to(tl.int64))
+    if tl.max(last, 0) >= 0:
+        changed = (last >= 0)[:, None] & (column < columns)
+        there = y + token[:, None] * y_row + column
+        total = tl.load(there, mask=changed, other=0.0).to(tl.float32)
+        for i in range(each):
+            place = tl.load(places + token * each + i, mask=real, other=-1).to(tl.int64)
+            named = place >= 0
+            mask = named[:, None] & (column < columns)
+            x = tl.load(rows + place[:, None] * rows_row + column, mask=mask, other=0.0).to(tl.float32)
+            if WEIGHTED:
+                x = x * tl.load(weights + token * each + i, mask=named, other=0.0).to(tl.float32)[:, None]
+            total += x
+        tl.store(there, total.to(y.dtype.element_ty), mask=changed)
+
+
 @triton.jit(do_not_specialize=["count"])
 def _sum_gradients(
     dy,
@@ -158,6 +194,33 @@ def summed(rows: Tensor, pairs: Tensor, places: Tensor, weights: Tensor | None) 
     if rows.shape[1] > _WIDEST:
         return plain.summed(rows, pairs, places, weights)
     return _sum_rows(rows, places, weights, None)[0]
+
+
+def add_summed(y: Tensor, rows: Tensor, pairs: Tensor, places: Tensor, weights: Tensor | None) -> None:
+    if rows.shape[1] > _WIDEST:
+        return plain.add_summed(y, rows, pairs, places, weights)
+    rows = as_rows(rows)
+    tokens, each = places.shape
+    high, wide, warps = tile(rows.shape[1])
+    launch(
+        _add,
+        (cdiv(tokens, high),),
+        rows,
+        rows,
+        places.contiguous(),
+        places if weights is None else weights.contiguous(),
+        y,
+        tokens,
+        rows.shape[1],
+        each,
+        rows.stride(0),
+        y.stride(0),
+        WEIGHTED=weights is not None,
+        ROWS=high,
+        COLUMNS=wide,
+        num_warps=warps,
+    )
+    return None
 
 
 def weighted_take_gradients(dy: Tensor, dof_rows: Tensor, pairs: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
