@@ -12,6 +12,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -54,11 +55,31 @@ def capped() -> nn.Module:
     return hugging_face("Gemma2", final_logit_softcapping=5.0, query_pre_attn_scalar=8)
 
 
+class Own(nn.Module):
+    """A user's model, whose loss is the usual line, inside of it or outside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.norm = nn.Embedding(WORDS, 16), nn.LayerNorm(16)
+        self.up_proj, self.down_proj = nn.Linear(16, 24), nn.Linear(24, 16)
+        self.head = nn.Linear(16, WORDS + 1)  # which ranks cannot share evenly
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Any:
+        x = self.embed(input_ids)
+        logits = self.head(self.norm(x + self.down_proj(self.up_proj(x).relu())))
+        return logits if labels is None else dict(loss=usual_loss(logits, labels), logits=logits)
+
+
+def usual_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits.view(-1, WORDS + 1), labels.reshape(-1), label_smoothing=0.1)
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "llama": partial(build, "llama-tiny", kv_heads=2, ffn=24, **SIZES),
     "gpt": lambda: GPT(GPTConfig(dropout=0.0, **SIZES)),
     "Hugging Face Llama": partial(hugging_face, "Llama"),
     "Hugging Face Gemma 2": capped,
+    "own": Own,
 }
 TWO: dict[str, dict[str, Any]] = {
     "1d": dict(tensor=2),
@@ -66,7 +87,12 @@ TWO: dict[str, dict[str, Any]] = {
     "ring": dict(sequence=dict(mode="ring", size=2)),
 }
 # Gemma 2's attention has a soft cap, which is refused where ranks share a sequence.
-CASES = [(model, spec) for model in MODELS for spec in TWO if (model, spec) != ("Hugging Face Gemma 2", "ring")]
+CASES = [
+    (model, spec)
+    for model in MODELS
+    for spec in TWO
+    if (model, spec) != ("Hugging Face Gemma 2", "ring") and (model != "own" or spec == "1d")
+]
 FOUR: dict[str, dict[str, Any]] = {
     "2d": dict(tensor=dict(size=4, mode="2d")),
     "1d + pipeline": dict(tensor=2, pipeline=dict(size=2, microbatches=2)),
@@ -110,6 +136,38 @@ def check(model: str, parallel: dict[str, Any], parts: int) -> None:
 @ranks(2)
 def test_on_two_ranks(model: str, spec: str) -> None:
     check(model, TWO[spec], 2)
+
+
+@ranks(2)
+def test_a_loss_outside_of_the_model() -> None:
+    """A loss of whole logits, of which every rank has its words."""
+
+    def loss_fn(output: Tensor, batch: Any) -> Tensor:
+        return usual_loss(output, batch[1])
+
+    settings: dict[str, Any] = dict(precision="fp64", optimizer=dict(name="sgd", lr=1.0), loss_fn=loss_fn)
+    found = []
+    for parallel, kernels in ((dict(data=2), "off"), (dict(tensor=2), dict(loss=True))):
+        with small_chunks(), Engine(Own, parallel, kernels=kernels, **settings) as engine, LargestTensor() as seen:
+            losses = [engine.train_step(engine.shard_batch((IDS, IDS.roll(-1, 1)))) for _ in range(2)]
+            losses.append(engine.eval_step(engine.shard_batch((IDS, IDS.roll(-1, 1)))))
+            found.append((losses, engine.full_state_dict()))
+    (want, weights), (got, others) = found
+    assert seen.largest < IDS.numel() * WORDS // 2
+    assert got == pytest.approx(want, rel=1e-9)
+    for name, value in weights.items():
+        assert torch.allclose(others[name], value, rtol=1e-9, atol=1e-12), name
+
+
+@ranks(2)
+def test_logits_that_reach_a_loop_of_ones_own_are_whole_on_every_rank() -> None:
+    """Some ranks may read them, and others not."""
+    with Engine(Own, dict(tensor=2), kernels=dict(loss=True), optimizer="sgd") as engine:
+        mine = engine.shard_batch(dict(input_ids=IDS, labels=IDS))
+        output = engine(**mine)
+        assert type(output["logits"]) is Tensor and output["logits"].shape == (*IDS.shape, WORDS + 1)
+        engine.backward(output["loss"])
+        engine.step()
 
 
 @pytest.mark.few(1)

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from meshfold.kernels.fuse.logits import LazyLogits, Operands
 from meshfold.kernels.fuse.replaced import candidates, own_forward, watcher
 from meshfold.kernels.inputs import is_autocast
+from meshfold.kernels.logit_chunks import VocabularyShard
 
 WORTHWHILE = 1 << 24
 """Least number of logits that are left out: 64 MiB in float32. Fewer are computed at once, as usual."""
@@ -47,11 +48,13 @@ class DeferredLogits:
         """
         for head in self.heads:
             head.open += 1
+            head.kept += until_expired
         try:
             yield
         finally:
             for head in self.heads:
                 head.open -= 1
+                head.kept -= until_expired
             if not until_expired and not any(head.open for head in self.heads):
                 self.expire()
 
@@ -112,6 +115,9 @@ class DeferrableHead(Protocol):
     def loss_operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return rows ``m k``, weight ``v k`` and bias ``v`` whose product the logits are, each with its gradient."""
 
+    def gathered_words(self) -> VocabularyShard | None:
+        """Return this rank's words if the output of this call is gathered, so that every rank has all of them; else None."""
+
 
 class Head:
     """A linear layer whose logits may wait.
@@ -119,13 +125,14 @@ class Head:
     Attributes:
         name: of the layer in its model.
         open: number of open contexts in which its logits wait.
+        kept: how many of these leave logits to code that may read them on some ranks only.
         closed: number of times that logits made before could no longer be read.
         losses: number of losses that were computed with the layer.
         reads: number of logits that waited, and were computed all the same.
     """
 
     def __init__(self, name: str, layer: Any, always: bool) -> None:
-        self.name, self.open, self.closed = name, 0, 0
+        self.name, self.open, self.kept, self.closed = name, 0, 0, 0
         self.losses = self.reads = 0
         self._layer, self._always = layer, always
         # Asked once: a look whether a class has a protocol takes the host as long as a launch.
@@ -148,6 +155,8 @@ class Head:
             return False
         if self._deferrable is not None and not self._deferrable.defers_logits():
             return False
+        if self.kept and self.gathered_words() is not None:
+            return False  # reading what is gathered takes all ranks
         return self._always or math.prod(self.shape(x)) >= WORTHWHILE
 
     def shape(self, x: Tensor) -> tuple[int, ...]:
@@ -170,8 +179,12 @@ class Head:
     @property
     def is_followed(self) -> bool:
         """True while a mode looks at what is done with the logits of a layer that is split over ranks: their loss may be wrong."""
-        watched = None if self._deferrable is None else watcher()
+        watched = None if self._deferrable is None or self.gathered_words() is not None else watcher()
         return watched is not None and not watched.is_off
+
+    def gathered_words(self) -> VocabularyShard | None:
+        """Return this rank's words of logits that the layer gathers; None if it does not."""
+        return None if self._deferrable is None else self._deferrable.gathered_words()
 
     @property
     def marks_logits(self) -> bool:

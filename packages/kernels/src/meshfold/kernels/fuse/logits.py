@@ -158,6 +158,7 @@ class LazyLogits(Tensor):
         """
         self._check_open()
         scale, softcap = self.cap()
+        words = vocabulary or self.head.gathered_words()
 
         def loss(operands: Operands) -> Tensor:
             rows, weight, bias = operands
@@ -172,7 +173,7 @@ class LazyLogits(Tensor):
                 label_smoothing=label_smoothing,
                 z_loss=z_loss,
                 reduction=reduction,
-                vocabulary=vocabulary,
+                vocabulary=words,
             )
 
         return self._loss(target, 0 if reduction == "none" else None, loss)
@@ -202,6 +203,7 @@ class LazyLogits(Tensor):
         scale, softcap = self.cap()
         if softcap and temperature != 1.0:
             return None
+        words = vocabulary or self.head.gathered_words()
 
         def found(operands: Operands) -> Tensor:
             rows, weight, bias = operands
@@ -214,7 +216,7 @@ class LazyLogits(Tensor):
                 scale=scale / temperature,
                 softcap=softcap,
                 entropy=entropy,
-                vocabulary=vocabulary,
+                vocabulary=words,
             )
             return torch.stack([logs] if entropies is None else [logs, entropies])
 

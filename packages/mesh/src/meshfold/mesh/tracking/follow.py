@@ -86,6 +86,7 @@ class Tracker(TorchDispatchMode):
         inferred: which size of the ``unflatten`` under way the user has left open.
         asked: the sizes of the current view, as written.
         rows: where tensors have the rows of the batch.
+        makes_loss: a head runs for its loss, and returns that.
         wants_own_operations: True: fused kernels (meshfold.kernels.fuse) leave the operations to the model inside.
     """
 
@@ -118,6 +119,7 @@ class Tracker(TorchDispatchMode):
         self.random_axes: tuple[str, ...] = ()
         self.overlooked: tuple[str, ...] = ()
         self._off = self._apart = 0
+        self.makes_loss = False
 
     @property
     def is_off(self) -> bool:
@@ -191,10 +193,14 @@ class Tracker(TorchDispatchMode):
             left = indexing.loss_of_rows((row,), (label,), sums=kept is None)
             return left if not kept else (whole(kept), *left)
 
-        if self.is_off:
-            with self.untracked():
-                return run()
-        return self.as_one("cross_entropy", [rows, target], found, run, rows=False)
+        self.makes_loss = True
+        try:
+            if self.is_off:
+                with self.untracked():
+                    return run()
+            return self.as_one("cross_entropy", [rows, target], found, run, rows=False)
+        finally:
+            self.makes_loss = False
 
     def as_one(
         self,

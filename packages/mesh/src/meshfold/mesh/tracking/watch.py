@@ -228,7 +228,7 @@ class TrackedForward:
                 return
 
     def _leave(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        if not self._ended(module):
+        if not self._ended(module) or self._tracker.makes_loss:
             return
         given = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), None)
         first = output[0] if isinstance(output, tuple) and output else output

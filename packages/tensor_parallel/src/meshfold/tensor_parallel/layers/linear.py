@@ -39,15 +39,15 @@ from meshfold.tensor_parallel.layers.base import (
     to_autocast_dtype,
 )
 from meshfold.tensor_parallel.layers.head_exchange import HeadExchange
-from meshfold.tensor_parallel.layers.input_adapters import InputAdapter, as_given, flattened, rows_taken
+from meshfold.tensor_parallel.layers.input_adapters import InputAdapter, as_given, rows_taken
 from meshfold.tensor_parallel.layers.linear_sizes import check_sizes
 from meshfold.tensor_parallel.layers.redirection import unredirected
 from meshfold.tensor_parallel.layers.repeated_spans import bind_sum_repeated, repeated_spans
+from meshfold.tensor_parallel.layers.waiting_head import WaitingHead
 from meshfold.tensor_parallel.lowerings.gather import turns_weight
 from meshfold.tensor_parallel.matmul import (
     adds_bias,
     bind_deferred_matmul,
-    bind_enter_operand,
     bind_matmul,
     bind_product,
     lead_shape,
@@ -60,7 +60,7 @@ from meshfold.tensor_parallel.plan import MatmulPlan, plan
 Role = Literal["column", "row", "head", "tied_head", "stem", "adapter"]
 
 
-class Linear(ShardedLayer):
+class Linear(WaitingHead, ShardedLayer):
     """``y = x wᵀ + b`` on local blocks.
 
     Takes ``.. k`` of the role's input layout, returns ``.. n`` of its output layout. The first dim absorbs a change
@@ -385,40 +385,6 @@ class Linear(ShardedLayer):
     def _entered(self, bias: nn.Parameter) -> Tensor:
         """Return the bias as the layer uses it: backward sums its gradient over the ranks that have a part of it."""
         return self._enter_bias(self._sum_bias(bias))
-
-    # The interface through which meshfold.kernels.fuse defers a head's logits to their loss.
-
-    @property
-    def makes_logits(self) -> bool:
-        """Return True if the layer is a head."""
-        return self.role in ("head", "tied_head")
-
-    def defers_logits(self) -> bool:
-        """Return True if the loss of this call can be computed with the layer: its product is one local matmul."""
-        return (
-            self.makes_logits
-            and self.stored == "nk"
-            and not self.gather_output
-            and self.input_adapter in (as_given, flattened)
-            and not self.plan.extras("y")
-            and not self.plan.sums("y")
-        )
-
-    def logits_shape(self, x: Tensor) -> tuple[int, ...]:
-        """Return the shape of the output for an input, ``.. k`` to ``.. v``, local."""
-        plan, tokens = self.plan, x.shape[:-1].numel()
-        lead = x.shape[:-1] if self.input_adapter is as_given else torch.Size([tokens])
-        rows = tokens * self.mesh.size(*plan.x[plan.m]) // self.mesh.size(*plan.y[plan.m])
-        known = metadata(self.weight)  # under ZeRO stage 3 the weight itself may be away
-        words = self.weight.shape[0] if known is None else known.placement.local_shape(self.mesh)[0]
-        return (*lead_shape(lead, rows), words)
-
-    def loss_operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return the operands of the local matmul: rows ``m k``, weight ``v k`` and bias ``v``, each with its gradient."""
-        rows = bind_enter_operand(self.plan, self.mesh, "x")(x.reshape(-1, x.shape[-1]))
-        weight = bind_enter_operand(self.plan, self.mesh, "w")(self._sum_weight(self.weight))
-        bias = None if self.bias is None else self._entered(self.bias)
-        return rows, weight, bias
 
     def whole(self, y: Tensor) -> Tensor:
         """Return the whole output on every rank without padding, for logits that are read, not trained on."""

@@ -8,10 +8,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from meshfold import kernels
 from meshfold.kernels.fuse import LazyLogits
 from meshfold.mesh import Mesh, collectives
 from meshfold.mesh.collectives import bind_collect, bind_leave, take_block
+from meshfold.tensor_parallel.layers.vocabulary import shard_of
 from meshfold.tensor_parallel.modes import Mode, find_mode
 
 
@@ -54,14 +54,7 @@ def log_probs(
     if isinstance(logits, LazyLogits):
         shard = None
         if mesh is not None:
-            group = mesh.group(*words)
-            shard = kernels.VocabularyShard(
-                start=start,
-                valid=valid,
-                size=size,
-                all_reduce_max=lambda values: collectives.all_reduce(values, group, "max"),
-                all_reduce_sum=lambda values: collectives.all_reduce(values, group),
-            )
+            shard = shard_of(mesh, words, columns, size)
         found = logits.log_probs(
             mine, ignore_index=ignore_index, temperature=temperature, entropy=entropy, vocabulary=shard
         )

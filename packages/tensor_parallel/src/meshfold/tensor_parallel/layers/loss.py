@@ -96,15 +96,7 @@ def _make(
 
     def with_head(logits: LazyLogits, labels: Tensor) -> Tensor:
         """Return the summed loss of deferred logits, for this rank's tokens and words."""
-        columns, group = logits.shape[-1], mesh.group(*words)
-        start = mesh.index(*words) * columns
-        shard = kernels.VocabularyShard(
-            start=start,
-            valid=min(max(vocab_size - start, 0), columns),
-            size=vocab_size,
-            all_reduce_max=lambda values: collectives.all_reduce(values, group, "max"),
-            all_reduce_sum=lambda values: collectives.all_reduce(values, group),
-        )
+        shard = vocabulary.shard_of(mesh, words, logits.shape[-1], vocab_size)
         return logits.loss(
             labels,
             ignore_index=ignore_index,

@@ -1,4 +1,6 @@
-"""Checks of token ids and labels: one outside the vocabulary is an error, as in torch, and never a row of zeros.
+"""Vocabularies over ranks: the words of one, and checks of token ids and labels.
+
+An id or label outside the vocabulary is an error, as in torch, and never a row of zeros.
 
 On the CPU a :class:`TokenError` names the number. On a GPU it is an assertion on the device, as torch's own lookups have:
 the host does not wait.
@@ -12,7 +14,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshfold.mesh import TokenError
+from meshfold.kernels import VocabularyShard
+from meshfold.mesh import Mesh, TokenError, collectives
+
+
+def shard_of(mesh: Mesh, axes: tuple[str, ...], columns: int, words: int) -> VocabularyShard:
+    """Return this rank's words of a vocabulary that is split over axes.
+
+    Args:
+        columns: that a rank has, with padding.
+        words: in the whole vocabulary.
+    """
+    group, start = mesh.group(*axes), mesh.index(*axes) * columns
+    return VocabularyShard(
+        start=start,
+        valid=min(max(words - start, 0), columns),
+        size=words,
+        all_reduce_max=lambda values: collectives.all_reduce(values, group, "max"),
+        all_reduce_sum=lambda values: collectives.all_reduce(values, group),
+    )
 
 
 def checked(numbers: Tensor, words: int, what: str, ignored: int | None = None) -> Tensor:
