@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -102,6 +102,17 @@ def parse_with_tiny(
     if "--tiny" in argv:
         parser.set_defaults(**tiny)
     return parser.parse_args(argv)
+
+
+def check_contestants(parser: argparse.ArgumentParser, names: Sequence[str], known: Collection[str]) -> None:
+    """End with one sentence if ``--only`` names a contestant that there is not."""
+    from meshfold.cli.arguments import nearest
+
+    for name in names:
+        if name not in known:
+            parser.error(
+                f"--only {name!r}: there is no such contestant.{nearest(name, known)} There are: {', '.join(map(repr, known))}"
+            )
 
 
 @dataclass

@@ -33,6 +33,7 @@ from benchmarks.common import (
     Contestant,
     add_output,
     add_rounds,
+    check_contestants,
     check_out,
     parse_with_tiny,
 )
@@ -99,6 +100,7 @@ def main(argv: Sequence[str]) -> int:
     if options.list:
         print("\n".join(makers(options)))
         return 0
+    check_contestants(parser, options.only.split(",") if options.only else (), makers(options))
     if options.ranks == 1:
         measure_here(options)
         report(options.out)
@@ -133,8 +135,7 @@ def measure_here(options: argparse.Namespace, world: Any = None) -> None:
     prints = world is None or world.rank == 0
 
     def say(text: str) -> None:
-        if prints:
-            print(text, flush=True)
+        print(text, flush=True) if prints else None
 
     options.weight_bytes, options.forward_error, options.memory = weight_bytes(options), {}, {}
     found: list[Contestant] = []
@@ -216,8 +217,7 @@ def contestants(
                     each.warm = True
             except Exception as error:  # whatever a peer raises, or ours on a machine that lacks something
                 each = Contestant(name, note=reason_of(error))
-            made_now = each.step is not None or each.known_ms
-            clock.ended(f"{name}: {'made, with its first text' if made_now else each.note}")
+            clock.ended(f"{name}: {'made, with its first text' if each.step or each.known_ms else each.note}")
             made.append(each)
             yield each
 

@@ -23,6 +23,7 @@ from benchmarks.common import (
     add_output,
     add_starts,
     by_turns,
+    check_contestants,
     check_out,
     median,
     parse_with_tiny,
@@ -122,8 +123,7 @@ def main(argv: Sequence[str]) -> int:
         return 0
     known = CONTESTANTS[options.method]
     names = options.only or list(known)
-    if wrong := [name for name in names if name not in known]:
-        parser.error(f"--only {wrong[0]!r}: {options.method} has {', '.join(map(repr, known))}")
+    check_contestants(parser, names, known)
     check_out(options.out)
     kept = ["method", "shape", "ranks", "rows", "group", "prompt", "completion", "micro_steps", "dtype", "regime"]
     kept += ["gpu_gib", "host_gib"] if options.method == "ppo" else []

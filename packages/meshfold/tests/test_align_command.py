@@ -8,10 +8,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from meshfold.cli import main
+from meshfold.train.start import checkpoint_of
 
 SMALL = ["--model", "gpt-tiny", "--set", "layers=1", "hidden=16", "heads=2", "--lr", "1e-3", "--batch-size", "4"]
 
@@ -49,11 +52,7 @@ def test_from_completions_to_rewards(data: Path, capsys: pytest.CaptureFixture[s
     start = ["--start", str(data / "sft")]
     assert stage("dpo", "pairs", "--beta", "0.3", *start)[0]["loss"] == pytest.approx(0.693147, abs=1e-5)
     assert stage("kto", "judged", *start)[0]["loss"] == pytest.approx(0.5, abs=1e-5)
-    assert "accuracy" in stage("reward", "pairs")[-1]
-    assert (
-        main(["align", "reward", "--data", str(data / "pairs.jsonl"), "--out", str(data / "no"), *start, *SMALL]) == 1
-    )
-    assert "A reward model starts from another one, or from a folder" in capsys.readouterr().err
+    assert "accuracy" in stage("reward", "pairs", *start)[-1]
     sampling = ["--reward", f"{data}/rewards.py:letters", "--max-new-tokens", "4"]
     found = stage("grpo", "prompts", *start, *sampling, "--group", "2", "--loss", "dapo", "--beta", "0.1")
     assert found[0]["reward"] < 0.01 and found[0]["tokens"] <= 4
@@ -65,6 +64,81 @@ def test_from_completions_to_rewards(data: Path, capsys: pytest.CaptureFixture[s
     words = ["align", "sft", "--out", str(data / "sft"), "--resume", "--steps", "5"]
     assert main(words) == 0
     assert [row["step"] for row in metrics(data / "sft")] == [1, 2, 3, 4, 5]
+
+
+LIKE_SMALL = ["--model", "llama-tiny", "--set", "layers=1", "hidden=16", "heads=2", "kv_heads=1", "ffn=24"]
+
+
+def weights(folder: Path) -> dict[str, Any]:
+    from meshfold.engine.checkpoints import Checkpoint
+
+    return dict(Checkpoint(str(checkpoint_of(str(folder)))).model)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt"])
+def test_a_folder_is_all_that_the_next_stage_needs(kind: str, data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Sizes come from the checkpoint, not from the default model; a reward model gets all weights but the head's."""
+    model = LIKE_SMALL if kind == "llama" else SMALL[:6]  # the head of a GPT is its table of words
+
+    def stage(trainer: str, records: str, out: str, *more: str) -> None:
+        words = [trainer, "--data", str(data / f"{records}.jsonl"), "--out", str(data / out), "--steps", "1"]
+        assert main(["align", *words, "--batch-size", "4", *more]) == 0, capsys.readouterr().err
+
+    still, sampling = ["--lr", "1e-30"], ["--max-new-tokens", "3"]
+    stage("sft", "chats", "sft", "--length", "12", *model)
+    start = ["--start", str(data / "sft")]
+    stage("reward", "pairs", "judge", *start, *still)
+    before, after = weights(data / "sft"), weights(data / "judge")
+    assert after["head.weight"].shape == (1, 16)
+    body = [name for name in after if name != "head.weight"]
+    assert body and all(torch.allclose(after[name], before[name], rtol=0, atol=1e-20) for name in body)
+    stage("dpo", "pairs", "dpo", *start)
+    judged = ["--reward-model", str(data / "judge")]
+    stage("grpo", "prompts", "grpo", *start, *judged, *sampling, "--group", "2")
+    stage("ppo", "prompts", "ppo", *start, *judged, *sampling, "--critic-start", str(data / "judge"))
+    stage("ppo", "prompts", "critic", *start, *judged, *sampling, "--critic-start", str(data / "sft"), *still)
+    critic = weights(data / "critic" / "step-00000001" / "critic")
+    assert all(torch.allclose(critic[name], before[name], rtol=0, atol=1e-20) for name in body)
+    assert f"dpo of the {kind} of {data / 'sft'}" in capsys.readouterr().out
+    folder = str(data / "sft")
+    for trainer, more, said in (
+        ("dpo", ["--start", str(data / "judge")], "is a reward model, which generates nothing"),
+        (
+            "ppo",
+            [*start, "--reward-model", folder],
+            "is a run of sft, which scores nothing: give a run of meshfold align reward",
+        ),
+        (
+            "dpo",
+            [*start, "--model", "gpt-tiny"],
+            "Without --model, --set and --hf a run has the model that it starts from",
+        ),
+        ("dpo", [*start, "--set", "layers=2"], "--set layers with --start"),
+        ("dpo", ["--start", str(data)], "has no checkpoint: a run writes its first one at its end"),
+    ):
+        records = "prompts" if trainer == "ppo" else "pairs"
+        words = [trainer, "--data", str(data / f"{records}.jsonl"), "--out", str(data / "no"), *more]
+        assert main(["align", *words]) != 0
+        assert said in capsys.readouterr().err
+
+
+def test_a_run_of_train_is_a_start_too(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (data / "text.txt").write_text("one and two\n" * 60)
+    train = ["train", "--data", str(data / "text.txt"), "--out", str(data / "run"), "--steps", "1", "--seq-len", "16"]
+    assert main([*train, *SMALL[:6]]) == 0
+    words = ["--data", str(data / "pairs.jsonl"), "--steps", "1", "--start", str(data / "run")]
+    assert main(["align", "reward", *words, "--out", str(data / "judge")]) == 0
+    assert f"reward of the gpt of {data / 'run'}" in capsys.readouterr().out
+    sampled = [
+        "--data",
+        str(data / "prompts.jsonl"),
+        "--reward",
+        f"{data}/rewards.py:letters",
+        "--start",
+        str(data / "run"),
+    ]
+    assert main(["align", "grpo", *sampled, "--max-new-tokens", "900", "--out", str(data / "long")]) == 1
+    assert "are longer than the 128 positions of model" in capsys.readouterr().err
 
 
 def test_phases_of_memory(data: Path, capsys: pytest.CaptureFixture[str]) -> None:

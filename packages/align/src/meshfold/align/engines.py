@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from meshfold.align.objective import Objective
+from meshfold.checkpoint import CheckpointError
 from meshfold.engine import Engine
+from meshfold.engine.checkpoints import Checkpoint, read_whole, with_plain_names
+from meshfold.engine.world import fail_together
 from meshfold.mesh import SpecError
 
 Model = nn.Module | Callable[[], nn.Module]
@@ -22,6 +25,7 @@ def trained_engine(
     micro_steps: int,
     start: str | None,
     dropout: bool = True,
+    new_head: bool = False,
     **settings: Any,
 ) -> Engine:
     """Return an engine that trains a model by an objective.
@@ -31,8 +35,9 @@ def trained_engine(
         model: as of :class:`meshfold.engine.Engine`.
         parallel: the spec.
         micro_steps: parts of a step's batch that are run one after the other.
-        start: a checkpoint to take weights from; None: those of ``model``.
+        start: a checkpoint to take weights from, see :func:`start_from`; None: those of ``model``.
         dropout: the model may have dropout; False where two calls of it are compared.
+        new_head: of :func:`start_from`.
         settings: further ones of the engine: ``optimizer``, ``precision``, ...
 
     Raises:
@@ -41,15 +46,46 @@ def trained_engine(
     engine = Engine(model, parallel, loss_fn=objective, gradient_accumulation=micro_steps, **settings)
     if not dropout:
         _refuse_dropout(engine)
-    start_from(engine, start)
+    start_from(engine, start, new_head=new_head)
     objective.attach(engine)
     return engine
 
 
-def start_from(engine: Engine, start: str | None) -> None:
-    """Load the weights of a checkpoint, such as one from an earlier stage; None: leave them."""
-    if start is not None:
+def start_from(engine: Engine, start: str | None, *, new_head: bool = False) -> None:
+    """Load the weights of a checkpoint, such as one from an earlier stage; None: leave them. All ranks must call.
+
+    Args:
+        engine: whose model gets them.
+        start: the folder of the checkpoint.
+        new_head: the model returns scores; of a language model's checkpoint it gets all but the head, and keeps its own one.
+
+    Raises:
+        CheckpointError: on all ranks, if there is none, it is damaged, or of another model.
+    """
+    if start is None:
+        return
+    if not new_head:
         engine.load(start, weights_only=True)
+        return
+    error: CheckpointError | None = None
+    given: dict[str, Tensor] = {}
+    sources = engine.model_state.sources()
+    try:
+        found = Checkpoint(start)
+        given = with_plain_names(found.model)
+        found.verify(engine.mesh.rank, engine.mesh.world_size, weights_only=True)
+    except CheckpointError as wrong:
+        error = wrong
+    what = f"load({start!r})"
+    fail_together(engine.world, error, what)
+    mine = [name for name, one in sources.items() if name not in given or tuple(given[name].shape) != one.shape]
+    theirs = [name for name in given if name not in sources or name in mine]
+    # A module each, mine with one output: else it is another model, and loading it says where.
+    modules = [{name.rpartition(".")[0] for name in names} for names in (mine, theirs)]
+    if all(sources[name].shape[0] == 1 for name in mine) and max(map(len, modules)) == 1:
+        kept = read_whole({name: sources[name] for name in mine}, engine.world, what)
+        given = {name: value for name, value in given.items() if name not in theirs} | kept
+    engine.load_state_dict(given)
 
 
 def _refuse_dropout(engine: Engine) -> None:

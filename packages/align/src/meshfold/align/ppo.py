@@ -93,7 +93,7 @@ class PPO:
             rollout, importance, max_staleness, memory: as of :class:`meshfold.align.GRPO`; weights are those of the policy's
                 losses.
             reference, parallel, micro_steps, seed, settings: as of :class:`meshfold.align.DPO`; the spec is of all models.
-            start, critic_start: checkpoints to take weights from; a reward model's is a good one for the critic.
+            start, critic_start: checkpoints to take weights from; a reward model's for the critic, or a policy's without its head.
             critic_optimizer: of the critic; None: as the policy's.
 
         Raises:
@@ -158,6 +158,7 @@ class PPO:
                 self.phases.spec("critic"),
                 micro_steps=micro_steps,
                 start=critic_start,
+                new_head=True,
                 **of_critic,
             )
             self.engines = dict(policy=made.policy, critic=judge)

@@ -74,7 +74,8 @@ class RewardModel:
             model: returns a number a token, ``b s 1`` in ``.logits``: see :func:`scorer`.
             pairs: to be learned from; none for a model that is only to score.
             centering: of :func:`meshfold.align.reward_losses`.
-            shared_prompt, parallel, batch_size, length, micro_steps, start, seed, settings: as of :class:`meshfold.align.DPO`.
+            start: a checkpoint to take weights from: a reward model's; with pairs also a language model's, all but the head.
+            shared_prompt, parallel, batch_size, length, micro_steps, seed, settings: as of :class:`meshfold.align.DPO`.
 
         Raises:
             SpecError: for a setting out of range.
@@ -83,9 +84,8 @@ class RewardModel:
         self._pairs, self._batch, self._length, self._centering = pairs, batch_size, length, centering
         self._micro_steps, self._seed = micro_steps, seed
         self.objective = Objective(self._terms, fields=("branch", "margin"), reads="scores")
-        engine = trained_engine(
-            self.objective, model, parallel or {}, micro_steps=micro_steps, start=start, seed=seed, **settings
-        )
+        given = dict(micro_steps=micro_steps, start=start, seed=seed, new_head=bool(pairs), **settings)
+        engine = trained_engine(self.objective, model, parallel or {}, **given)
         self.engines = dict(policy=engine)
         self.shared_prompt = SharedPrompts(shared_prompt, engine, "pair", longest=longest_of(pairs, length))
 

@@ -15,9 +15,9 @@ import os
 import re
 import sys
 from collections.abc import Collection, Iterable, Sequence
-from typing import NoReturn, TextIO
+from typing import Any, NoReturn, TextIO
 
-from meshfold.cli.arguments import Failure, sentence_of
+from meshfold.cli.arguments import Failure, nearest, sentence_of
 from meshfold.engine import precision_name
 
 COMMANDS = {
@@ -61,6 +61,11 @@ _ELSEWHERE = {
     "--model-name": "--model",
     "--model-name-or-path": "--model",
     "gpu": "cuda",
+    "rm": "reward",
+    "reward-model": "reward",
+    "reward_model": "reward",
+    **{name: f"dpo --loss {name}" for name in ("simpo", "orpo", "ipo", "hinge")},
+    **{name: f"grpo --loss {name}" for name in ("rloo", "dapo", "dr_grpo")},
 }
 """Names that other programs have for options and choices"""
 
@@ -152,6 +157,13 @@ def _run(name: str, arguments: list[str]) -> int:
 class Parser(argparse.ArgumentParser):
     """Parser whose errors are one sentence, without the usage."""
 
+    _words: Sequence[str] = ()
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse words, and keep them for errors."""
+        self._words = args or ()
+        return super().parse_args(args, namespace)
+
     def error(self, message: str) -> NoReturn:
         """Print the sentence and exit with 2."""
         hint = ""
@@ -159,13 +171,19 @@ class Parser(argparse.ArgumentParser):
         if stranger:
             hint = _hint_for(stranger[1].replace("_", "-"), stranger[2], self._option_string_actions)
         words = re.match(r"unrecognized arguments: ((?!-).*)", message)
-        if words and (option := _option_for(words[1], self._option_string_actions)):
+        if words and (command := _command(words[1])):
+            hint = f" Write 'meshfold {command}'."
+        elif words and (option := _option_for(words[1], self._option_string_actions)):
             hint = f" Write {option}."
-        choice = re.match(r"argument (--[\w-]+): invalid choice: '([^']*)' \(choose from (.*)\)", message)
+        if "are required: " in message and self._words and (command := _command(self._words[0])):
+            hint = f" Write 'meshfold {command}'."  # as for meshfold train sft
+        choice = re.match(r"argument ([\w-]+): invalid choice: '([^']*)' \(choose from (.*)\)", message)
         if choice:
-            hint = _nearest(choice[2], re.findall(r"[\w.-]+", choice[3]))
+            hint = nearest(choice[2], re.findall(r"[\w.-]+", choice[3]))
             name = precision_name(choice[2]) if choice[1] == "--precision" else _ELSEWHERE.get(choice[2], "")
             hint = f" It is called {name!r} here." if name else hint
+            if not hint and not choice[1].startswith("-") and (command := _command(choice[2])):
+                hint = f" Write 'meshfold {command}'."
         self.exit(2, f"{self.prog}: {message}.{hint} See {self.prog} --help\n")
 
 
@@ -190,7 +208,7 @@ def _hint_for(option: str, value: str, known: Collection[str]) -> str:
         return f" It is called {_ELSEWHERE[option]!r} here."
     if option in _ENTRIES and "--parallel" in known:
         return f" Write --parallel {_ENTRIES[option]}={value or 2}."
-    return _nearest(option, known)
+    return nearest(option, known)
 
 
 def _option_for(words: str, known: Iterable[str]) -> str:
@@ -204,18 +222,15 @@ def _option_for(words: str, known: Iterable[str]) -> str:
     return f"--model {words}" if "--model" in known and " " not in words else ""
 
 
+def _command(word: str) -> str | None:
+    """Return the command that a word is, or stands for in other programs; None if there is none."""
+    return word if word in COMMANDS else _COMMANDS_ELSEWHERE.get(word)
+
+
 def _instead(name: str) -> str:
     """Return the command that a word may stand for, as a sentence."""
     known = _COMMANDS_ELSEWHERE.get(name)
-    return f" Write 'meshfold {known}'." if known else _nearest(name, COMMANDS)
-
-
-def _nearest(name: str, known: Iterable[str]) -> str:
-    import difflib
-
-    bare = {word.lstrip("-").casefold(): word for word in known}  # ignore dashes and case when comparing
-    found = difflib.get_close_matches(name.lstrip("-").casefold(), list(bare), n=1)
-    return f" Did you mean {bare[found[0]]!r}?" if found else ""
+    return f" Write 'meshfold {known}'." if known else nearest(name, COMMANDS)
 
 
 def _fail(prog: str, failure: Failure) -> int:

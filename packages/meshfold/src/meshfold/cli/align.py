@@ -77,7 +77,11 @@ def _add_data(data: argparse._ArgumentGroup) -> None:
 
 def _add_start(more: argparse._ArgumentGroup) -> None:
     """Add the arguments of the weights that training starts from."""
-    more.add_argument("--start", metavar="DIR", help="load initial weights from this run or checkpoint")
+    more.add_argument(
+        "--start",
+        metavar="DIR",
+        help="start from this run or checkpoint: its weights, and its model and tokenizer unless you name a model",
+    )
     more.add_argument(
         "--critic-start", metavar="DIR", help="ppo: load the critic's initial weights from this reward run"
     )
@@ -253,6 +257,7 @@ def run(arguments: argparse.Namespace) -> int:
     arguments.rank = None if here.source == "single" else here.rank
     arguments = _with_options_of_the_run(arguments)
     read_model(arguments)
+    _take_options_of_the_start(arguments)
     ranks, sampling = arguments.ranks if here.source == "single" else here.world_size, arguments.rollout_ranks
     if ranks is not None and ranks <= sampling:
         raise Failure(
@@ -374,11 +379,14 @@ def _check(arguments: argparse.Namespace) -> None:
         )
     if arguments.gpu_memory is not None and name not in ("dpo", "grpo", "ppo"):
         raise Failure(f"--gpu-memory with {name}, which has one model: write --parallel zero.gpu_memory_limit=SIZE")
-    for option, folder in (("--start", arguments.start), ("--critic-start", arguments.critic_start)):
-        if folder is not None and not Path(folder).is_dir():
-            raise Failure(
-                f"{option} {folder!r}: there is no such folder; give --out of an earlier run, or a checkpoint"
-            )
+    from meshfold.train.start import check_start
+
+    for option, folder, wants in (
+        ("--start", arguments.start, "" if name == "reward" else "policy"),
+        ("--critic-start", arguments.critic_start, ""),
+        ("--reward-model", arguments.reward_model, "reward"),
+    ):
+        check_start(option, folder, wants)
     if not arguments.importance_high:
         raise Failure("--importance-high 0 leaves no token a weight: write a number above 0")
     rollout, addressed = arguments.rollout, arguments.rollout.startswith(("http://", "https://"))
@@ -406,6 +414,17 @@ def _check(arguments: argparse.Namespace) -> None:
         raise Failure("--rollout-parallel and --rollout-every are of ranks that only sample: give --rollout-ranks N")
     if name in ("sft", "reward", "kto", "ppo") and arguments.loss is not None:
         raise Failure(f"--loss with {name}, which has one loss: it belongs to dpo and grpo")
+
+
+def _take_options_of_the_start(arguments: argparse.Namespace) -> None:
+    """Add the tokenizer, the Hugging Face folder and the adapters of the run that ``--start`` names, where no model is named."""
+    from meshfold.train.start import options_of
+
+    if arguments.start is None or arguments.model is not None or arguments.hf is not None:
+        return
+    for option, value in options_of(arguments.start).items():
+        if getattr(arguments, option) is None:
+            setattr(arguments, option, value)
 
 
 def _with_options_of_the_run(arguments: argparse.Namespace) -> argparse.Namespace:

@@ -18,7 +18,7 @@ import os
 import re
 import runpy
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +86,21 @@ def add_model(parser: argparse._ActionsContainer) -> None:
         dest="rules",
         help="tensor-parallel role of the submodules that match, such as '*.self_attn=replicate'; can be repeated",
     )
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Return advice on a name of the command line that does not exist, " Did you mean 'x'?"; empty if none is alike.
+
+    Case, dashes at the beginning, and whether a name has dashes or underscores do not count.
+    """
+    import difflib
+
+    def bare(word: str) -> str:
+        return word.lstrip("-").replace("_", "-").casefold()
+
+    names = {bare(word): word for word in known}
+    found = difflib.get_close_matches(bare(name), list(names), n=1)
+    return f" Did you mean {names[found[0]]!r}?" if found else ""
 
 
 def read_model(arguments: argparse.Namespace) -> None:

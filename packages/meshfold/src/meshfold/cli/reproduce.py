@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from meshfold.cli.arguments import Failure
+from meshfold.cli.arguments import Failure, nearest
 
 FOLDER = "experiments"
 ALL = "all"
@@ -115,12 +115,8 @@ def run_program(folder: Path, name: str, argv: Sequence[str]) -> int:
     found = programs(folder)
     file = found.get(name.replace("_", "-"))
     if file is None:
-        import difflib
-
-        close = difflib.get_close_matches(name, found, n=1)
-        hint = f" Did you mean {close[0]!r}?" if close else ""
         known = f"There are: {', '.join(found)}" if found else f"{folder} holds none"
-        raise Failure(f"there is no {name!r} in {folder.name}.{hint} {known}")
+        raise Failure(f"there is no {name!r} in {folder.name}.{nearest(name, found)} {known}")
     main: Callable[[Sequence[str]], Any] = _import(folder, file).main
     return int(main(list(argv)) or 0)
 

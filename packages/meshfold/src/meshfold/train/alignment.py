@@ -21,6 +21,7 @@ from meshfold.train.model_choice import ModelChoice, choose_model
 from meshfold.train.optimizers import optimizer_settings
 from meshfold.train.plots import can_plot, plot_loss
 from meshfold.train.schedule import lr_schedule
+from meshfold.train.start import checkpoint_of, model_of
 
 _LENGTH = 512
 _READERS: Mapping[str, Callable[..., Any]] = {
@@ -74,16 +75,17 @@ def open_run(arguments: argparse.Namespace, changes: Mapping[str, Any]) -> Align
     examples = align.tokenized(align.read_records(arguments.data), tokenizer, _READERS[arguments.trainer])
     rewards = [_function(word) for word in arguments.reward]
     longest = _longest(arguments, examples)
-    choice = choose_model(
-        arguments.model,
-        arguments.hf,
-        changes,
-        vocab_size=getattr(tokenizer, "vocab_size", None),
-        seq_len=longest,
-    )
+    choice = _model(arguments, changes, vocab_size=getattr(tokenizer, "vocab_size", None), seq_len=longest)
 
     def make(parallel: Any, rules: Mapping[str, str]) -> Any:
-        return _trainer(arguments, parallel, rules, choice, tokenizer, examples, rewards)
+        try:
+            return _trainer(arguments, parallel, rules, choice, tokenizer, examples, rewards)
+        except CheckpointError as error:
+            if arguments.model is None and arguments.hf is None:
+                raise
+            raise SpecError(
+                f"{error}. Without --model, --set and --hf a run has the model that it starts from"
+            ) from error
 
     summary = (
         f"{arguments.trainer} of {choice.name} on {arguments.data}: {len(examples)} records, {longest} tokens at most"
@@ -94,6 +96,33 @@ def open_run(arguments: argparse.Namespace, changes: Mapping[str, Any]) -> Align
         make=make,
         plan=lambda parallel: str(_phases(arguments, parallel, choice, examples)),
     )
+
+
+def _model(arguments: argparse.Namespace, changes: Mapping[str, Any], **sizes: Any) -> ModelChoice:
+    """Return the model of the arguments, or else of the checkpoint that the run starts from.
+
+    Raises:
+        SpecError: if it cannot take the tokens, or the checkpoint does not say how to build it.
+    """
+    a = arguments
+    if a.start is None or a.model is not None or a.hf is not None:
+        return choose_model(a.model, a.hf, changes, **sizes)
+    if changes:
+        raise SpecError(
+            f"--set {' '.join(changes)} with --start {a.start}, which has its sizes: leave --set out, or name its --model too"
+        )
+    found = model_of("--start", a.start, **sizes)
+    if found is None:
+        raise SpecError(f"--start {a.start!r} does not say which model it has: give --hf FOLDER, or --model NAME")
+    return found
+
+
+def _scorer_of(option: str, path: str | None, arguments: argparse.Namespace, choice: ModelChoice, longest: int) -> Any:
+    """Return a model of scores: that of a checkpoint, whose sizes may be others, else one like the policy."""
+    found = None
+    if path is not None and arguments.hf is None:
+        found = model_of(option, path, vocab_size=choice.vocab_size, seq_len=longest)
+    return _scorer(arguments.hf, found or choice)
 
 
 def _memory(arguments: argparse.Namespace) -> dict[str, str] | None:
@@ -107,13 +136,14 @@ def _phases(arguments: argparse.Namespace, parallel: Any, choice: ModelChoice, e
     """Return the phases that a trainer would have."""
     a, policy = arguments, choice.source if arguments.lora is None else _with_adapters(arguments.hf, arguments.lora)
     models: dict[str, Any] = dict(policy=policy)
+    longest = _longest(a, examples)
     if a.trainer == "ppo":
-        models["critic"] = _scorer(a.hf, choice)
+        models["critic"] = _scorer_of("--critic-start", a.critic_start, a, choice, longest)
     without = a.lora is not None or a.loss in ("simpo", "orpo") or (a.trainer == "grpo" and not a.beta)
     if not without:
         models["reference"] = choice.source
     if a.reward_model is not None:
-        models["reward"] = _scorer(a.hf, choice)
+        models["reward"] = _scorer_of("--reward-model", a.reward_model, a, choice, longest)
     if a.trainer == "dpo":
         work = align.WorkSize.of_pairs(examples, a.length, batch_size=a.batch_size, micro_steps=a.micro_steps)
     else:
@@ -165,7 +195,7 @@ def _trainer(
         precision=a.precision,
         device=a.device,
         seed=a.seed,
-        start=_checkpoint(a.start),
+        start=checkpoint_of(a.start),
         recompute=_recompute(a),
     )
     if (memory := _memory(a)) is not None:
@@ -182,20 +212,13 @@ def _trainer(
     elif a.shared_prompt == "yes":
         raise SpecError(f"--shared-prompt yes with {name}, whose rows share no prompt: leave it out")
     model = choice.source if a.lora is None else _with_adapters(a.hf, a.lora)
+    longest = _longest(a, examples)
     if a.lora is not None and name != "sft":
         common["reference"] = "adapter"
     if name == "sft":
         return align.SFT(model, examples, length=a.length or _LENGTH, **common)
     if name == "reward":
-        try:
-            return align.RewardModel(_scorer(a.hf, choice), examples, length=a.length, **common)
-        except CheckpointError as error:
-            if a.start is None:
-                raise
-            raise SpecError(
-                f"--start {a.start!r}: {error}. A reward model starts from another one, or from a folder that meshfold convert "
-                "makes of a checkpoint of sft: give that as --hf FOLDER"
-            ) from error
+        return align.RewardModel(_scorer(a.hf, choice), examples, length=a.length, **common)
     if name == "dpo":
         return align.DPO(model, examples, loss=a.loss or "sigmoid", length=a.length, **common)
     if name == "kto":
@@ -206,16 +229,24 @@ def _trainer(
         settings = dict(parallel=parallel, rules=rules, precision=a.precision, device=a.device, seed=a.seed)
         with _ranks_that_train(a.rollout_ranks) as trains:
             if trains:
-                scores = align.RewardModel(_scorer(a.hf, choice), [], start=_checkpoint(a.reward_model), **settings)
+                judge = _scorer_of("--reward-model", a.reward_model, a, choice, longest)
+                scores = align.RewardModel(judge, [], start=checkpoint_of(a.reward_model), **settings)
                 rewards = [*rewards, scores]
     common["sampling"] = Sampling(max_new_tokens=a.max_new_tokens, temperature=a.temperature)
     common["updates"] = a.updates
     common.update(rollout=_rollout(a), importance=dict(high=a.importance_high), max_staleness=a.max_staleness)
     if name == "grpo":
         return align.GRPO(model, examples, rewards, tokenizer, kind=a.loss or "grpo", group=a.group, **common)
-    critic = _scorer(a.hf, choice)
+    critic = _scorer_of("--critic-start", a.critic_start, a, choice, longest)
     return align.PPO(
-        model, critic, examples, rewards, tokenizer, epochs=a.epochs, critic_start=_checkpoint(a.critic_start), **common
+        model,
+        critic,
+        examples,
+        rewards,
+        tokenizer,
+        epochs=a.epochs,
+        critic_start=checkpoint_of(a.critic_start),
+        **common,
     )
 
 
@@ -300,17 +331,6 @@ def _with_adapters(folder: str, rank: int) -> Any:
     from meshfold.huggingface import pretrained
 
     return pretrained(folder, adapter=LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear"))
-
-
-def _checkpoint(path: str | None) -> str | None:
-    """Return the checkpoint of a run's folder, or the folder if it is one itself."""
-    if path is None:
-        return None
-    step = align.latest_step(path)
-    if step is not None:
-        return align.step_path(path, step)
-    inside = Path(path) / "checkpoint"  # of meshfold train
-    return str(inside) if inside.is_dir() else path
 
 
 def _function(word: str) -> Callable[..., Any]:

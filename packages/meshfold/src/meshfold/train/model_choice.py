@@ -110,14 +110,14 @@ def _own(name: str | None, changes: Mapping[str, Any], vocab_size: int | None, s
         sizes = palm_sizes(str(name), **changed)
         if "max_positions" not in changed:
             sizes["max_positions"] = max(sizes["max_positions"], seq_len)
-        _check(str(name), sizes["vocab_size"], sizes["max_positions"], vocab_size, seq_len)
+        check_sizes(str(name), sizes["vocab_size"], sizes["max_positions"], vocab_size, seq_len)
         return ModelChoice(name=shown, vocab_size=sizes["vocab_size"], build=lambda: palm(str(name), **sizes))
     from meshfold.models import build, preset
 
     config = preset(name or "gpt-tiny", **changed)
     if "max_positions" not in changed and seq_len > config.max_positions:
         config = preset(name or "gpt-tiny", **changed, max_positions=seq_len)
-    _check(name or "gpt-tiny", config.vocab_size, config.max_positions, vocab_size, seq_len)
+    check_sizes(name or "gpt-tiny", config.vocab_size, config.max_positions, vocab_size, seq_len)
     return ModelChoice(name=shown, vocab_size=config.vocab_size, build=lambda: build(config))
 
 
@@ -127,7 +127,7 @@ def _of_folder(folder: str, changes: Mapping[str, Any], vocab_size: int | None, 
     if changes:
         raise SpecError(f"--set {' '.join(changes)} changes a model of our own: edit {folder}/config.json for this one")
     found = open_model(folder)
-    _check(folder, found.vocab_size, found.max_positions, vocab_size, seq_len)
+    check_sizes(folder, found.vocab_size, found.max_positions, vocab_size, seq_len)
     return ModelChoice(
         name=f"{type(found.config).__name__.removesuffix('Config')} of {folder}",
         vocab_size=found.vocab_size,
@@ -136,7 +136,19 @@ def _of_folder(folder: str, changes: Mapping[str, Any], vocab_size: int | None, 
     )
 
 
-def _check(name: str, has: int, positions: int | None, vocab_size: int | None, seq_len: int) -> None:
+def check_sizes(name: str, has: int, positions: int | None, vocab_size: int | None, seq_len: int) -> None:
+    """Check that a model takes sequences of ``seq_len`` tokens with ids below ``vocab_size``.
+
+    Args:
+        name: of the model, for errors.
+        has: its vocabulary.
+        positions: it has; None for any number.
+        vocab_size: of the tokens; None if it is not known.
+        seq_len: tokens.
+
+    Raises:
+        SpecError: if it does not.
+    """
     if vocab_size is not None and vocab_size > has:
         raise SpecError(
             f"the tokenizer has {vocab_size} tokens and model {name!r} a vocabulary of {has}: use the tokenizer that "

@@ -1,0 +1,85 @@
+"""Models of scores that start from a language model's checkpoint, under every spec."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from align_models import SPECS, WORDS, hugging_face, llama
+from torch import nn
+
+from meshfold.align import SFT, Completion, Preference, RewardModel, scorer
+from meshfold.checkpoint import CheckpointError
+from meshfold.engine import Engine
+from meshfold.mesh.testing import run_on_ranks
+
+SETTINGS: dict[str, Any] = dict(optimizer=dict(name="sgd", lr=0.1), precision="fp64", seed=3, batch_size=2)
+ONE = Completion(ids=(1, 2, 3, 4), counts=(False, True, True, True))
+PAIRS = [Preference(chosen=ONE, rejected=Completion(ids=(1, 2, 5), counts=(False, True, True)))] * 2
+
+
+def scores_of(start: str, names: list[str]) -> list[list[float]]:
+    """The scores of a completion after a step from a checkpoint, under each spec; "" is one process."""
+    found = []
+    for name in names:
+        trainer = RewardModel(scorer(llama), PAIRS, start=start, parallel=SPECS.get(name), **SETTINGS)
+        before = trainer.scores([ONE]).tolist()
+        trainer.step(0)
+        found.append([*before, *trainer.scores([ONE]).tolist()])
+        trainer.close()
+    return found
+
+
+def test_every_spec_takes_all_but_the_head(tmp_path: Path) -> None:
+    start = str(tmp_path / "sft")
+    sft = SFT(llama, [ONE, ONE], length=8, **{**SETTINGS, "seed": 9})
+    sft.step(0)
+    sft.engines["policy"].save(start)
+    sft.close()
+    [alone] = scores_of(start, [""])
+    [fresh] = scores_of(start, [""])
+    assert alone == fresh and alone[0] != alone[1]
+    names = ["data", "zero 3", "tensor", "pipeline"]
+    for rank in run_on_ranks(2, scores_of, start, names):
+        for found, name in zip(rank, names, strict=True):
+            assert found == pytest.approx(alone, rel=1e-9, abs=1e-12), name
+
+
+def test_a_model_of_transformers_keeps_its_own_head(tmp_path: Path) -> None:
+    import transformers
+
+    policy: Any = hugging_face()
+    with Engine(policy, dict(), optimizer=dict(name="sgd", lr=0.1)) as engine:
+        engine.save(tmp_path / "sft")
+    config = type(policy.config)(**{**policy.config.to_dict(), "id2label": {0: "score"}})
+    judge: Any = transformers.AutoModelForTokenClassification.from_config(config)
+    head = {name: value.clone() for name, value in judge.state_dict().items() if name.startswith("score")}
+    trainer = RewardModel(judge, PAIRS, start=str(tmp_path / "sft"), **{**SETTINGS, "precision": "fp32"})
+    found = trainer.engines["policy"].full_state_dict()
+    assert len(head) == 2 and all(torch.equal(found[name], value) for name, value in head.items())
+    body = [name for name in found if name not in head]
+    assert body and all(torch.equal(found[name], policy.state_dict()[name]) for name in body)
+
+
+def test_another_model_is_refused_as_ever(tmp_path: Path) -> None:
+    """Only a head of one output may differ; and what is only to score must have one already."""
+
+    class Other(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.middle, self.head = nn.Embedding(WORDS, 4), nn.Linear(4, 4), nn.Linear(4, WORDS)
+
+        def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+            return self.head(self.middle(self.embed(input_ids)))  # type: ignore[no-any-return]
+
+    for name, model in (("llama", llama()), ("other", Other())):
+        with Engine(model, dict(), optimizer=dict(name="sgd", lr=0.1)) as engine:
+            engine.save(tmp_path / name)
+    with pytest.raises(CheckpointError, match="belongs to another model"):
+        RewardModel(scorer(llama), PAIRS, start=str(tmp_path / "other"), **SETTINGS)
+    with pytest.raises(CheckpointError, match="shape"):
+        RewardModel(scorer(llama), [], start=str(tmp_path / "llama"), **SETTINGS)
+    with pytest.raises(CheckpointError, match="does not exist"):
+        RewardModel(scorer(llama), PAIRS, start=str(tmp_path / "nowhere"), **SETTINGS)
