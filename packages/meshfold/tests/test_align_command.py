@@ -40,7 +40,9 @@ def metrics(folder: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_from_completions_to_rewards(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_from_completions_to_rewards(
+    data: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def stage(trainer: str, records: str, *more: str, steps: int = 2) -> list[dict[str, float]]:
         out = data / trainer
         words = [trainer, "--data", str(data / f"{records}.jsonl"), "--out", str(out), "--steps", str(steps), *more]
@@ -61,7 +63,13 @@ def test_from_completions_to_rewards(data: Path, capsys: pytest.CaptureFixture[s
     said = capsys.readouterr().out
     assert "ppo of gpt-tiny" in said and "checkpoint:" in said
 
-    words = ["align", "sft", "--out", str(data / "sft"), "--resume", "--steps", "5"]
+    settings = (data / "sft" / "settings.json").read_text()
+    assert main(["align", "sft", "--data", str(data / "chats.jsonl"), "--out", str(data / "sft")]) == 2
+    assert "has a run of 3 steps: continue it with --resume" in capsys.readouterr().err
+    assert (data / "sft" / "settings.json").read_text() == settings
+
+    monkeypatch.chdir(data)  # where the folder has the trainer's name
+    words = ["align", "sft", "--out", "sft", "--resume", "--steps", "5"]
     assert main(words) == 0
     assert [row["step"] for row in metrics(data / "sft")] == [1, 2, 3, 4, 5]
 
@@ -241,6 +249,11 @@ def test_a_rank_that_only_samples(data: Path) -> None:
         (["sft", "--data", "chats", "--loss", "dpo"], "--loss with sft"),
         (["dpo", "--data", "chats"], "record 1: has 'prompt', 'completion'"),
         (["dpo", "--data", "pairs", "--loss", "sigmod"], "Did you mean 'sigmoid'"),
+        (["grpo", "--data", "prompts", "--reward", "rewards.py:letters", "--group", "1"], "--group 1: completions"),
+        (
+            ["grpo", "--data", "prompts", "--reward", "rewards.py:letters", "--loss", "sigmoid"],
+            "--loss 'sigmoid': use 'grpo'",
+        ),
         (["sft", "--data", "nothing"], "cannot be read"),
         (["sft", "--data", "chats", "--start", "nowhere"], "--start 'nowhere': there is no such folder"),
         (["grpo", "--data", "prompts", "--reward", "rewards.py"], "write FILE.py:NAME"),
@@ -248,7 +261,10 @@ def test_a_rank_that_only_samples(data: Path) -> None:
         (["sft", "--data", "chats", "--resume"], "no checkpoint to resume from"),
     ],
 )
-def test_mistakes(words: list[str], said: str, data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistakes(
+    words: list[str], said: str, data: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(data)
     words = [
         f"{data / word}.jsonl" if place and words[place - 1] == "--data" else word for place, word in enumerate(words)
     ]

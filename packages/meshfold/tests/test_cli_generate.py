@@ -109,6 +109,15 @@ def test_what_cannot_be_generated_is_said(folder: Path, tmp_path: Path, capsys: 
     cases = [
         ([str(folder), "--prompts", str(empty)], "no prompt in it"),
         ([str(folder), "--prompts", str(wrong)], "line 2: write"),
+        (
+            [str(folder), "--prompts", "gone.txt"],
+            "--prompts gone.txt cannot be read: No such file or directory; give a file",
+        ),
+        ([str(folder), "--prompt", "a", "--out", "gone/x.jsonl"], "there is no folder gone; make it first"),
+        ([str(folder), "--prompt", "a", "--out", str(bare)], "is a folder: name a file in it, such as"),
+        ([str(folder), "--prompt", "a", "--top-p", "2"], "--top-p 2.0: a probability above 0, at most 1"),
+        ([str(folder), "--prompt", "a", "--tokens", "8"], "write --tokens 16 or more"),
+        ([str(folder), "--prompt", "a", "--max-new-tokens", "99"], "write --max-new-tokens 64 or a shorter prompt"),
         ([str(folder), "--parallel", "tensor=2"], "2 ranks cannot read one terminal"),
         ([str(folder), "--prompt", "a", "--max-new-tokens", "100"], "the model has 64 positions"),
         ([str(bare), "--prompt", "a"], "has no weights"),

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from meshfold.checkpoint import CheckpointError
-from meshfold.checkpoint.folder import STATE_FILE, latest, new_checkpoint, resolve_folder
+from meshfold.checkpoint.folder import STATE_FILE, new_checkpoint, resolve_folder
 from meshfold.checkpoint.tensors import (
     StoredTensor,
     TensorWriter,
@@ -27,7 +27,7 @@ from meshfold.checkpoint.tensors import (
 from meshfold.engine.checkpoints import MODEL_FILE, Checkpoint
 from meshfold.huggingface import decoder_configs, decoder_names
 from meshfold.huggingface.decoder_names import Step, unchanged
-from meshfold.huggingface.folder_config import read_raw_config
+from meshfold.huggingface.folder_config import checkpoint_in, read_raw_config
 from meshfold.huggingface.folder_writer import SHARD_BYTES, FolderWriter
 from meshfold.huggingface.packed_folder import is_packed
 from meshfold.huggingface.upcycling import upcycled
@@ -75,12 +75,8 @@ def kind_of(folder: Path) -> str:
         what = "it is a file; give the folder of a checkpoint or of a Hugging Face model"
     else:
         what = f"it has no {STATE_FILE} and no weights of a Hugging Face model"
-        places = (
-            folder / "checkpoint",
-            latest(folder),
-            latest(folder / "checkpoints"),
-        )  # written by `meshfold train --out`
-        inside = next((path for path in places if path is not None and (path / STATE_FILE).is_file()), None)
+        last = folder / "checkpoint"  # of meshfold train
+        inside = last if (last / STATE_FILE).is_file() else checkpoint_in(folder)
         what += f". Did you mean {inside}?" if inside is not None else "; give a folder that has one of these"
     raise CheckpointError(f"cannot convert {folder}: {what}")
 

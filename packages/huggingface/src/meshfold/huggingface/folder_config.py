@@ -79,7 +79,7 @@ def read_raw_config(folder: Path) -> dict[str, Any]:
         raise CheckpointError(f"cannot read {path}: {error}") from error
 
 
-def _checkpoint_in(path: Path) -> Path | None:
+def checkpoint_in(path: Path) -> Path | None:
     """Return the newest checkpoint that a folder is or has; None if there is none."""
     places = ("state.json", "*/state.json", "*/*/state.json")  # of a checkpoint, a run, a run of alignment
     return max((state.parent for place in places for state in path.glob(place)), key=str, default=None)
@@ -90,7 +90,7 @@ def require_config(folder: str | os.PathLike[str], given: str = "") -> None:
     path = Path(folder)
     if not (path / "config.json").is_file():
         what = "the folder has no config.json" if path.is_dir() else "there is no such folder"
-        checkpoint = _checkpoint_in(path)
+        checkpoint = checkpoint_in(path)
         if checkpoint is not None:
             raise SpecError(
                 f"{given or f'--hf {str(folder)!r}'}: {what}, but a checkpoint of Meshfold; meshfold convert {checkpoint} NEW "

@@ -14,7 +14,7 @@ import io
 import os
 import re
 import sys
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NoReturn, TextIO
 
 from meshfold.cli.arguments import Failure, nearest, sentence_of
@@ -147,6 +147,7 @@ def _run(name: str, arguments: list[str]) -> int:
         failure = sentence_of(error)
         if failure is None:
             raise  # our bug: show the traceback
+        failure = Failure(_as_typed(str(failure), getattr(command, "SETTINGS", {})), failure.code)
         takes_rules = "--rule" in parser._option_string_actions
         if takes_rules and "'replicate'" in str(failure) and "--rule " not in str(failure):
             failure = Failure(f"{failure}. Rules are typed so: --rule 'NAME OR PATTERN=ROLE'", failure.code)
@@ -220,6 +221,15 @@ def _option_for(words: str, known: Iterable[str]) -> str:
     if "--prompt" in known:
         return f'--prompt "{words}"'
     return f"--model {words}" if "--model" in known and " " not in words else ""
+
+
+def _as_typed(text: str, options: Mapping[str, str]) -> str:
+    """Return an error with settings as they are typed: ``--max-new-tokens 127`` for ``max_new_tokens=127``."""
+
+    def typed(found: re.Match[str]) -> str:
+        return f"{options[found[1]]} " if found[1] in options else found[0]
+
+    return re.sub(r"(?<![\w.(-])(\w+)=", typed, text)
 
 
 def _command(word: str) -> str | None:

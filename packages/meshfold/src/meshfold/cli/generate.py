@@ -26,6 +26,16 @@ if TYPE_CHECKING:
     from meshfold.inference import Request
 
 
+SETTINGS = {
+    **{name: f"--{name}" for name in ("cache", "n", "seed", "stop", "temperature", "tokens")},
+    **{
+        name: f"--{name.replace('_', '-')}"
+        for name in ("max_new_tokens", "min_p", "repetition_penalty", "top_k", "top_p")
+    },
+    "host_tokens": "--host-tokens",
+    "most_rows": "--rows",
+}
+"""Settings of generation, which errors name, by the options that give them."""
 _MOST = 128
 """tokens of a text if nothing else is asked for"""
 
@@ -93,6 +103,7 @@ def run(arguments: argparse.Namespace) -> int:
     spec = spec.with_world_size(spec.world_size)
     spec.require_installed()
     require_config(arguments.folder, f"FOLDER {arguments.folder!r}")  # first, so that no rank starts without it
+    _check_out(arguments.out)
     given = read_prompts(arguments)
     if given is None and spec.world_size > 1:
         raise Failure(f"{spec.world_size} ranks cannot read one terminal: give prompts with --prompt or --prompts FILE")
@@ -102,6 +113,14 @@ def run(arguments: argparse.Namespace) -> int:
         return _generate(arguments, spec, given)
     with join(device=arguments.device):
         return _generate(arguments, spec, given)
+
+
+def _check_out(out: Path | None) -> None:
+    """Check that the texts can be written, before they are made."""
+    if out is not None and out.is_dir():
+        raise Failure(f"--out {out} is a folder: name a file in it, such as {out / 'texts.jsonl'}")
+    if out is not None and not out.absolute().parent.is_dir():
+        raise Failure(f"--out {out}: there is no folder {out.parent}; make it first")
 
 
 def read_prompts(arguments: argparse.Namespace) -> list[str] | None:
@@ -114,7 +133,14 @@ def read_prompts(arguments: argparse.Namespace) -> list[str] | None:
     if arguments.prompts is None:
         return found or None
     as_json = arguments.prompts.suffix in (".jsonl", ".json")
-    for number, line in enumerate(arguments.prompts.read_text(encoding="utf-8").splitlines(), 1):
+    try:
+        text = arguments.prompts.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        why = getattr(error, "strerror", None) or "it is not text in UTF-8"
+        raise Failure(
+            f"--prompts {arguments.prompts} cannot be read: {why}; give a file with a prompt a line"
+        ) from None
+    for number, line in enumerate(text.splitlines(), 1):
         if not line.strip():
             continue
         if not as_json:

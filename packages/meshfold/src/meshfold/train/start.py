@@ -1,4 +1,4 @@
-"""What an alignment run starts from: the checkpoint of an earlier run, its model, and the options that chose it."""
+"""Start of an alignment run: the checkpoint of an earlier one, its model, and the options that chose it."""
 
 from __future__ import annotations
 
