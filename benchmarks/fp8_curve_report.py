@@ -305,7 +305,6 @@ def draw_curves(runs: Mapping[str, Run], settings: Mapping[str, Any]) -> Any:
         bottom[0].axhline(bound, linestyle=":", color=plotting.RED)
     bottom[0].axvline(settings["settled"], linestyle=":", color=plotting.GREY)
     top[0].set(title=f"Mean loss of {settings['window']} steps")
-    single = "bf16 again" if not pairs else "single runs in bf16"
-    bottom[0].set(title=f"Distance from bf16 in percent; grey: {single}; red: the bar", xlabel="step")
+    bottom[0].set(title="Distance from bf16 in percent; red: the bar", xlabel="step")
     plotting.name_lines(top[0], height, ends)
     return figure
