@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from statistics import median
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from experiments.planned import GB
 from meshfold.engine import Engine
@@ -20,6 +21,8 @@ from meshfold.zero_gemini import MemoryPlanError
 
 UNFIT = (torch.OutOfMemoryError, MemoryError, MemoryPlanError)
 """Errors of a model that does not fit."""
+WARM, WARM_COMPILED = 2, 4
+"""Steps that do not count, and that do not with compiled blocks."""
 
 
 def gpt_of(options: argparse.Namespace) -> GPTConfig:
@@ -39,7 +42,8 @@ class Job:
 
     Attributes:
         sequence: tokens.
-        steps: that count; two more run before them, four with compiled blocks: the first is eager, and the next are compiled for.
+        steps: that count; others run before them, more with compiled blocks: the first is eager, and the next are compiled for.
+        settle: seconds of further steps before these on a GPU, whose clock falls as it gets warm.
         recompute: as for the engine.
         device: of this rank.
         limit: bytes of a GPU that may be allocated; None: all. A CPU has no such limit.
@@ -49,6 +53,7 @@ class Job:
     steps: int
     recompute: str | None
     device: torch.device
+    settle: float = 5.0
     limit: float | None = None
 
     @property
@@ -80,7 +85,7 @@ def trained(
 
     Returns:
         ``fits``, and if it does the median seconds of a step, samples a second, the most GB allocated on the fullest GPU (None on
-        a CPU), and the last loss.
+        a CPU), and the loss of the last step that counts without further steps before it.
     """
     cuda = job.device.type == "cuda"
     if cuda and job.limit is not None:
@@ -118,23 +123,30 @@ def _steps(
     ) as engine:
         rows = engine.shard_batch({"input_ids": tokens, "labels": tokens})
         world = engine.mesh.group(*engine.mesh.names)
-        times, loss = [], 0.0
-        warm = 4 if settings.get("compile") else 2
-        for step in range(job.steps + warm):
-            if cuda and step == warm:
-                torch.cuda.reset_peak_memory_stats(job.device)
+        losses: list[Tensor | float] = []
+
+        def step() -> float:
             barrier(world, job.device)
             began = time.perf_counter()
-            loss = engine.train_step(rows)
+            losses.append(engine.train_step(rows))
             if cuda:
                 torch.cuda.synchronize(job.device)
-            times.append(time.perf_counter() - began)
+            return time.perf_counter() - began
+
+        for _ in range(WARM_COMPILED if settings.get("compile") else WARM):
+            last = step()
+        if cuda:  # all ranks make as many
+            slowest = float(all_reduce(torch.tensor(last, dtype=torch.float64, device=job.device), world, op="max"))
+            for _ in range(math.ceil(job.settle / slowest)):
+                step()
+            torch.cuda.reset_peak_memory_stats(job.device)
+        times = [step() for _ in range(job.steps)]
         peak = float(torch.cuda.max_memory_allocated(job.device)) if cuda else 0.0
-        found = torch.tensor([median(times[warm:]), peak], dtype=torch.float64, device=job.device)
+        found = torch.tensor([median(times), peak], dtype=torch.float64, device=job.device)
         seconds, most = all_reduce(found, world, op="max").tolist()
     return {
         "seconds": seconds,
         "samples/s": batch / seconds,
         "GB": most / GB if cuda else None,
-        "loss": float(loss),
+        "loss": float(losses[job.steps + WARM - 1]),  # after as many steps in all rows
     }
