@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -506,6 +507,27 @@ def test_every_submodule_that_cannot_be_placed_is_listed() -> None:
     text = str(raised.value)
     assert "cannot place 3 submodule(s)" in text
     assert all(f"\n  {name}: " in text for name in ("one", "two", "three"))
+
+
+class Sinks(nn.Module):
+    """A block whose attention has a parameter for each head, as GPT-OSS has, and an MLP."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.self_attn, self.mlp = nn.LayerNorm(HIDDEN), GroupedAttention(4, 4), GatedMLP()
+        self.self_attn.sinks = nn.Parameter(torch.zeros(4))
+
+
+def test_the_rule_for_a_module_with_a_parameter_of_its_own_is_ready_to_paste() -> None:
+    model = Model(embed=nn.Embedding(32, HIDDEN), layers=nn.ModuleList(Sinks() for _ in range(2)))
+    with pytest.raises(LayoutError) as raised:
+        parallelize(model, FOUR, "1d")
+    rule = {"layers.*.self_attn": "replicate"}
+    assert f"Say what they are with rules={json.dumps(rule)}, which keeps that module of every block whole" in str(
+        raised.value
+    )
+    parallelize(model, FOUR, "1d", rules=rule)
+    assert type(model.get_submodule("layers.1.self_attn.q_proj")) is nn.Linear
 
 
 def test_a_model_is_split_once() -> None:

@@ -19,6 +19,7 @@ from meshfold.tensor_parallel.convert.roles import (
     ROLES,
     is_head_norm,
     offered_rules,
+    rule_of_whole_modules,
     usual_role,
 )
 from meshfold.tensor_parallel.layers.attention import why_keep_forward
@@ -77,16 +78,20 @@ def check_analysis(analysis: Analysis) -> None:
 
 def _offer(analysis: Analysis) -> str:
     """Return rules for the refused modules, ready to paste if they are known to work; otherwise their form."""
-    pairs = offered_rules(analysis.model, analysis.roles)
-    if pairs:
+    offers = (
+        (offered_rules(analysis.model, analysis.roles), "if a row layer reads what the column layer before it writes"),
+        (rule_of_whole_modules(analysis.roles), "which keeps that module of every block whole"),
+    )
+    for rules, note in offers:
+        if not rules:
+            continue
         try:
-            check_analysis(Analysis(analysis.model, analysis.mesh, analysis.mode, {**analysis.rules, **pairs}))
+            check_analysis(Analysis(analysis.model, analysis.mesh, analysis.mode, {**analysis.rules, **rules}))
         except LayoutError:
-            pairs = {}
-    if not pairs:
-        return "rules={'name or pattern': role}"
-    written = ", ".join(f'"{pattern}": "{role}"' for pattern, role in pairs.items())
-    return f"rules={{{written}}}, if a row layer reads what the column layer before it writes"
+            continue
+        written = ", ".join(f'"{pattern}": "{role}"' for pattern, role in rules.items())
+        return f"rules={{{written}}}, {note}"
+    return "rules={'name or pattern': role}"
 
 
 def _check_rules_fit(analysis: Analysis) -> None:

@@ -269,6 +269,16 @@ def offered_rules(model: nn.Module, roles: Roles) -> dict[str, str]:
     return found
 
 
+def rule_of_whole_modules(roles: Roles) -> dict[str, str]:
+    """Return the rule that keeps one module of every block whole, such as its attention, if all that was refused is in it."""
+    found = set()
+    for name in roles.refused:
+        parts = name.split(".")
+        number = next((place for place, part in enumerate(parts) if part.isdigit()), len(parts))
+        found.add(_pattern(".".join(parts[: number + 2])) if number + 1 < len(parts) else "")
+    return {} if len(found) != 1 or "" in found else {found.pop(): "replicate"}
+
+
 def _pattern(name: str) -> str:
     """Turn a full name into a pattern for every block: numbers before the last word become ``*``."""
     *front, leaf = name.split(".")
