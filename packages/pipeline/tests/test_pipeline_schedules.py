@@ -36,12 +36,14 @@ def layers_for(name: str, settings: dict[str, Any], count: int) -> int:
 
 
 def check_schedules(count: int, microbatches: tuple[int, ...], steps: int, by_turns: bool = False) -> None:
-    """Every schedule against one process, and what it holds against the simulation; by turns: with one number each."""
+    """Every schedule against one process, and what it holds against the simulation; by turns: with one number of micro-batches
+    each, and every second pair of schedules with one step only."""
     for number, (name, settings) in enumerate(SCHEDULES):
         make = partial(model, layers_for(name, settings, count))
         for many in (microbatches[number % len(microbatches)],) if by_turns else microbatches:
             what = f"{name} {settings} of {many} on {count} ranks"
-            batches = [tokens(many + many // 2, seed) for seed in range(steps)]  # rows that do not divide
+            several = steps if not by_turns or number % 4 < 2 else 1
+            batches = [tokens(many + many // 2, seed) for seed in range(several)]  # rows that do not divide
             pipeline = compare(make, batches, {"pipe": count}, what, schedule=name, microbatches=many, **settings)
             plan = pipeline.program(many).schedule
             rank = pipeline.mesh.index("pipe")

@@ -15,7 +15,7 @@ from meshfold.mesh.testing import run_on_ranks
 from meshfold.tensor_parallel import Linear, Mode, find_mode
 from meshfold.tensor_parallel.layers.linear import Role
 
-TOKENS, HIDDEN, INNER = 256, 128, 256
+TOKENS, HIDDEN, INNER = 128, 128, 256
 
 
 def draw(rows: int, columns: int, seed: int) -> Tensor:
