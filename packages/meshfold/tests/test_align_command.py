@@ -130,6 +130,40 @@ def test_a_folder_is_all_that_the_next_stage_needs(kind: str, data: Path, capsys
         assert said in capsys.readouterr().err
 
 
+def test_a_hugging_face_folder_is_named_once(
+    data: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its runs say where it is, and so do those that start from them; adapters go on as adapters."""
+    monkeypatch.chdir(data)
+
+    def stage(trainer: str, records: str, out: str, *more: str) -> int:
+        words = [trainer, "--data", f"{records}.jsonl", "--out", out, "--steps", "1", "--batch-size", "4"]
+        return main(["align", *words, *more])
+
+    assert (
+        stage("sft", "chats", "own", "--model", "llama-tiny", "--set", "layers=1", "hidden=16", "heads=2", "ffn=24")
+        == 0
+    )
+    assert main(["convert", "own/step-00000001/policy", "folder"]) == 0
+    assert stage("sft", "chats", "sft", "--hf", "folder") == 0
+    with pytest.warns(
+        UserWarning, match="initialised from the seed"
+    ):  # the head, and the rest comes from the checkpoint
+        assert stage("reward", "pairs", "judge", "--start", "sft") == 0
+    sampling = ["--reward-model", "judge", "--critic-start", "judge", "--max-new-tokens", "3"]
+    with pytest.warns(UserWarning, match="initialised from the seed"):
+        assert stage("ppo", "prompts", "ppo", "--start", "sft", *sampling) == 0
+    assert stage("dpo", "pairs", "dpo", "--start", "ppo") == 0
+    assert "dpo of Llama of folder" in capsys.readouterr().out
+    assert stage("ppo", "prompts", "no", "--start", "own", *sampling) != 0
+    assert "is not a model of ours, as the policy is" in capsys.readouterr().err
+    pytest.importorskip("peft")
+    assert stage("sft", "chats", "adapters", "--hf", "folder", "--lora", "2") == 0
+    assert stage("dpo", "pairs", "more", "--start", "adapters") == 0
+    assert stage("reward", "pairs", "no", "--start", "adapters") != 0
+    assert "has adapters (--lora 2), and reward trains whole models" in capsys.readouterr().err
+
+
 def test_a_run_of_train_is_a_start_too(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (data / "text.txt").write_text("one and two\n" * 60)
     train = ["train", "--data", str(data / "text.txt"), "--out", str(data / "run"), "--steps", "1", "--seq-len", "16"]

@@ -245,14 +245,26 @@ def _without_trainer(arguments: argparse.Namespace) -> list[str]:
 
 
 def _take_options_of_the_start(arguments: argparse.Namespace) -> None:
-    """Add the tokenizer, the Hugging Face folder and the adapters of the run that ``--start`` names, where no model is named."""
+    """Add the tokenizer, the Hugging Face folder and the adapters of the run that ``--start`` names, where no model is named.
+
+    They belong to the words of the run, for other ranks and for what starts from it.
+
+    Raises:
+        Failure: for adapters where they cannot be trained.
+    """
     from meshfold.train.start import options_of
 
     if arguments.start is None or arguments.model is not None or arguments.hf is not None:
         return
     for option, value in options_of(arguments.start).items():
+        if option == "lora" and arguments.trainer in ("reward", "ppo"):
+            raise Failure(
+                f"--start {arguments.start!r} has adapters (--lora {value}), and {arguments.trainer} trains whole models: start "
+                "from a run without --lora"
+            )
         if getattr(arguments, option) is None:
             setattr(arguments, option, value)
+            arguments.argv = [*arguments.argv, f"--{option}", str(value)]
 
 
 def _with_options_of_the_run(arguments: argparse.Namespace) -> argparse.Namespace:

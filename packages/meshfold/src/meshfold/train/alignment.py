@@ -122,6 +122,11 @@ def _scorer_of(option: str, path: str | None, arguments: argparse.Namespace, cho
     found = None
     if path is not None and arguments.hf is None:
         found = model_of(option, path, vocab_size=choice.vocab_size, seq_len=longest)
+        if found is None:
+            raise SpecError(
+                f"{option} {path!r} is not a model of ours, as the policy is: train it by meshfold align reward --start, from the "
+                "policy's run"
+            )
     return _scorer(arguments.hf, found or choice)
 
 
