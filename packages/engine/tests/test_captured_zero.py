@@ -219,7 +219,7 @@ def test_replays_gather_as_far_ahead_as_a_plan_says(monkeypatch: pytest.MonkeyPa
         spread(engine)
         found, gemini = train(engine, batches(1)), engine.states.gemini
         units = [*gemini._runtime._seen]
-        gemini.gather_by([unit.name for unit in units], [min(3, len(units) - 1 - at) for at in range(len(units))])
+        gemini.gather_by([unit.name for unit in units], [max(0, at - 3) for at in range(len(units))])
         found += train(engine, batches(3))
 
         def noted(chunk: Chunk, place: Tensor) -> Any:

@@ -18,7 +18,6 @@ from meshfold.zero_gemini.planner import REGIMES, ChunkCost, GiB, Limits, Plan, 
 from meshfold.zero_gemini.planner.copies_ahead import seconds_waited, with_copies_ahead
 from meshfold.zero_gemini.planner.options import SPECULATIVE_STEP
 from meshfold.zero_gemini.planner.policies import evaluate_placement
-from meshfold.zero_gemini.prefetch import reaches
 
 sys.path.append(str(Path(__file__).parent))
 from planner_cases import EMULATED
@@ -173,7 +172,7 @@ def test_units_are_gathered_as_far_ahead_as_the_plan_says_in_steps_of_its_order(
         found = [step(model, gemini)]
         if ahead:
             ready = (0, 0, 0, 0, 1, 4, 5, 5, 5, 5, 9, 10)
-            gemini.gather_by(names(model), reaches(ready))
+            gemini.gather_by(names(model), ready)
             step_of = [{n for n, t in places() if ready[t] <= at <= t} for at in range(12)]
         found.append(step(model, gemini))
         if ahead:

@@ -19,7 +19,7 @@ from meshfold.zero_gemini.chunks.chunk import Chunk
 from meshfold.zero_gemini.chunks.gradient import ChunkGradient
 from meshfold.zero_gemini.chunks.placement import EVERYTHING_ON_THE_DEVICE
 from meshfold.zero_gemini.optimizer.kernel_runs import ChunkStep
-from meshfold.zero_gemini.prefetch import light_ones, reach, reaches, ready_from, ready_in_time
+from meshfold.zero_gemini.prefetch import light_ones, reach, reaches, ready_from, ready_in_time, timesteps_of
 
 sys.path.append(str(Path(__file__).parent))
 from training_cases import in_chunks
@@ -84,11 +84,23 @@ def test_by_time_a_unit_is_gathered_as_long_before_as_it_takes(units: list[tuple
         by_count = ready_from(timestep, lights, 1)
         assert begin == by_count or sum(seconds[begin + 1 : timestep]) < lead
         assert begin <= by_count and (begin == 0 or sum(seconds[begin:timestep]) >= lead)
-    for timestep, more in enumerate(reaches(ready)):
+    for timestep, more in enumerate(reaches(ready, range(len(ready)))):
         assert {t for t, begin in enumerate(ready) if begin <= timestep} == {*range(timestep + more + 1)}
     assert ready_in_time(seconds, 0.0, light=lights, prefetch=1) == tuple(
         ready_from(t, lights, 1) for t in range(len(units))
     )
+
+
+def test_a_block_that_is_kept_repeats_no_units() -> None:
+    """Units of a traced step, whose blocks of two parts were recomputed, and of one that keeps the first block."""
+    traced = ["a.0", "a.1", "b.0", "b.1", "b.1", "b.0", "b.1", "b.0", "a.1", "a.0", "a.1", "a.0"]
+    kept = ["a.0", "a.1", "b.0", "b.1", "b.1", "b.0", "b.1", "b.0", "a.1", "a.0"]
+    timesteps = timesteps_of(kept, traced)
+    assert timesteps == [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]
+    ready = [max(0, t - 2) for t in range(12)]
+    assert reaches(ready, timesteps) == (2,) * 8 + (1, 0)
+    assert timesteps_of(traced, traced) == [*range(12)]
+    assert timesteps_of(["b.0", "a.0", "b.1", "a.1", "a.1"], kept) is None
 
 
 def test_a_norm_is_light_and_a_block_is_not() -> None:

@@ -44,7 +44,6 @@ from meshfold.zero_gemini.planner import (
     automatic,
     recost,
 )
-from meshfold.zero_gemini.prefetch import reaches
 from meshfold.zero_gemini.profiler import (
     CudaBytes,
     CudaClock,
@@ -78,10 +77,7 @@ def carry_out(gemini: Gemini, plan: Plan, *, moves: bool = True) -> None:
                 for one in plan.chunks
             }
         )
-    if workload.ready is None:
-        gemini.gather_by((), ())
-    else:
-        gemini.gather_by(workload.units, reaches(workload.ready))
+    gemini.gather_by(() if workload.ready is None else workload.units, workload.ready or ())
     streams = plan.machine.gpu_streaming > 0 and any(one.state == "host" for one in plan.chunks)
     gemini.stream_on_gpu(streams, halves=plan.strategy == SPLIT_STEP_ON_DEVICE)
     gemini.step_speculatively(plan.strategy == SPECULATIVE_STEP)

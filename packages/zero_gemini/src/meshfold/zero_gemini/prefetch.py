@@ -79,10 +79,26 @@ def ready_in_time(seconds: Sequence[float], lead: float, *, light: frozenset[int
     return tuple(found)
 
 
-def reaches(ready: Sequence[int]) -> tuple[int, ...]:
-    """Return how many of the coming units are gathered at each timestep, if each is ready from the given one: the inverse.
+def reaches(ready: Sequence[int], timesteps: Sequence[int]) -> tuple[int, ...]:
+    """Return how many of the coming units are gathered with each unit of a step, if each is ready from the given timestep.
 
     Args:
         ready: for each timestep the one from which its unit is gathered, none before that of an earlier timestep.
+        timesteps: of the step's units, in order.
     """
-    return tuple(bisect_right(ready, timestep) - 1 - timestep for timestep in range(len(ready)))
+    begins = [ready[timestep] for timestep in timesteps]
+    return tuple(bisect_right(begins, timestep) - 1 - place for place, timestep in enumerate(timesteps))
+
+
+def timesteps_of(order: Iterable[Name], units: Sequence[Name]) -> list[int] | None:
+    """Return the timesteps of a step's units; None if they run in another order than the timesteps.
+
+    Args:
+        order: of the step.
+        units: of each timestep. Those that a traced block repeats in its recomputation are missing in a step that keeps the block.
+    """
+    found, last = [], -1
+    for unit in order:
+        last = next((t for t in range(last + 1, len(units)) if units[t] == unit), len(units))
+        found.append(last)
+    return found if last < len(units) else None

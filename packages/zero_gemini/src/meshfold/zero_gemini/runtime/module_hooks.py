@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from meshfold.zero_gemini.chunks.chunk import Chunk
 from meshfold.zero_gemini.chunks.fp8_gather import Operands
-from meshfold.zero_gemini.prefetch import reach
+from meshfold.zero_gemini.prefetch import reach, reaches, timesteps_of
 from meshfold.zero_gemini.runtime.captured_moves import CapturedMoves
 from meshfold.zero_gemini.runtime.gather_cache import GatherCache
 from meshfold.zero_gemini.runtime.gradient_arrival import watch_inputs, watch_output
@@ -155,19 +155,20 @@ class Runtime:
         chunk.gather(operands)
         self._held[chunk] = None
 
-    def gather_by(self, units: Sequence[str], reaches: Sequence[int]) -> None:
+    def gather_by(self, units: Sequence[str], ready: Sequence[int]) -> None:
         """Gather ahead as a plan says, in steps with its order of units; in other steps, and without units, by count.
 
         Args:
-            units: names, in the order in which the plan expects them to be entered.
-            reaches: of each, how many of the units after it are gathered when it is entered.
+            units: name of the unit of each timestep.
+            ready: for each timestep the one from which its unit is gathered.
         """
-        self._planned = ([*units], [*reaches])
+        self._planned = (units, ready)
         self._use_plan()
 
     def _use_plan(self) -> None:
-        units, reaches = self._planned
-        self._reaches = reaches if units and [unit.name for unit in self.order] == units else None
+        units, ready = self._planned
+        timesteps = timesteps_of((unit.name for unit in self.order), units) if units else None
+        self._reaches = None if timesteps is None else reaches(ready, timesteps)
 
     def begin_step(self) -> None:
         """Expect the units of the last step in the same order. Call it before each training step."""

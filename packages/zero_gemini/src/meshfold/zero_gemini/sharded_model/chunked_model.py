@@ -328,16 +328,16 @@ class ChunkedModel(ParameterValues):
         )
         return uses_of(chunks, self._units, self._facts)
 
-    def gather_by(self, units: Sequence[str], reaches: Sequence[int]) -> None:
+    def gather_by(self, units: Sequence[str], ready: Sequence[int]) -> None:
         """Gather ahead as a plan says, in steps with its order of units; in other steps, and without units, by count.
 
         All ranks that share chunks must call, between steps, with the same.
 
         Args:
-            units: names, in the order in which the plan expects them to be entered.
-            reaches: of each, how many of the units after it are gathered when it is entered.
+            units: name of the unit of each timestep.
+            ready: for each timestep the one from which its unit is gathered.
         """
-        self._runtime.gather_by(units, reaches)
+        self._runtime.gather_by(units, ready)
 
     def stream_on_gpu(self, on: bool, *, halves: bool = False) -> bool:
         """Switch GPU streaming, with which the GPU steps some of the host's chunks. Return True if it is on now.
