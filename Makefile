@@ -4,19 +4,20 @@
 # make docs    the documentation as a site, in site/
 #
 # VENV=some/folder   use another environment      PYTHON=python3.12   make it with this Python
-# TESTS="packages/mesh -k layout"   run only these tests
+# TESTS="packages/mesh -k layout"   run only these tests      WORKERS=6   in so many processes, of 2.5 GB each
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo test test-all lint format docs clean
 
 VENV ?= .venv
 TESTS ?= integration_tests packages
+WORKERS ?= 3
 packages := $(patsubst packages/%/pyproject.toml,%,$(wildcard packages/*/pyproject.toml))
 
-# Three processes, each with files of its own, in this order: most tests use one core at a time, and the longest files come
-# first, so that no process waits for one at the end. Three on two cores, because tests wait for ranks and programs that start:
-# all took 697 s, where two processes took 826.
-workers := --numprocesses 3 --dist loadfile --no-loadscope-reorder
+# Three processes unless WORKERS says otherwise, each with files of its own, in this order: most tests use one core at a time, and
+# the longest files come first, so that no process waits for one at the end. Three on two cores, because tests wait for ranks and
+# programs that start: all took 697 s, where two processes took 826.
+workers := --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 # The first of these that is Python 3.11 or later; a recipe says so where there is none.
 recent = import sys; sys.exit(sys.version_info < (3, 11))
