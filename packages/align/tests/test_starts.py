@@ -10,7 +10,7 @@ import torch
 from align_models import SPECS, WORDS, hugging_face, llama
 from torch import nn
 
-from meshfold.align import SFT, Completion, Preference, RewardModel, scorer
+from meshfold.align import SFT, Completion, Preference, RewardModel, fit, scorer
 from meshfold.checkpoint import CheckpointError
 from meshfold.engine import Engine
 from meshfold.mesh.testing import run_on_ranks
@@ -61,6 +61,14 @@ def test_a_model_of_transformers_keeps_its_own_head(tmp_path: Path) -> None:
     assert len(head) == 2 and all(torch.equal(found[name], value) for name, value in head.items())
     body = [name for name in found if name not in head]
     assert body and all(torch.equal(found[name], policy.state_dict()[name]) for name in body)
+
+
+def test_the_folder_of_a_run_is_a_start_too(tmp_path: Path) -> None:
+    sft = SFT(llama, [ONE, ONE], length=8, **SETTINGS)
+    fit(sft, 1, str(tmp_path))
+    again = SFT(llama, [ONE, ONE], length=8, start=str(tmp_path), **{**SETTINGS, "seed": 1})
+    trained, found = (each.engines["policy"].full_state_dict() for each in (sft, again))
+    assert trained.keys() == found.keys() and all(torch.equal(found[name], value) for name, value in trained.items())
 
 
 def test_another_model_is_refused_as_ever(tmp_path: Path) -> None:

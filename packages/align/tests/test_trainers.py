@@ -236,6 +236,10 @@ def test_adapters_are_held_to_their_base() -> None:
         (lambda: KTO(llama, completions(), batch_size=1), "batch_size=1"),
         (lambda: KTO(llama, [pairs()[0].chosen] * 2), "'label': true or false"),
         (lambda: RewardModel(llama, pairs(), centering=-1.0), "centering=-1.0"),
+        (lambda: DPO(llama, [dict(prompt="a")]), "pairs: a dict is no Preference: write pairs=tokenized("),  # type: ignore[list-item]
+        (lambda: KTO(llama, pairs()), "completions: a Preference is no Completion"),  # type: ignore[arg-type]
+        (lambda: SFT(llama, "a.jsonl"), "completions: a str is no list of Completion"),  # type: ignore[arg-type]
+        (lambda: RewardModel(llama, completions()), "tokenized(read_records(file), tokenizer, preference_of)"),  # type: ignore[arg-type]
         (lambda: fit(SFT(gpt, completions(), micro_steps=9, **COMMON), 1), "in micro_steps=9"),
         (lambda: fit(RewardModel(llama, pairs(), **COMMON), 1), "a number a token"),
     ],

@@ -237,3 +237,12 @@ def test_requests_are_checked() -> None:
     assert not generator.busy  # the first of them was cancelled
     with pytest.raises(SpecError, match="less than a page"):
         Generator(own("gpt"), tokens=7, page_size=8)
+
+
+def test_what_is_no_prompt_or_model_is_said() -> None:
+    generator = Generator(own("llama"), tokens=64)
+    for wrong in ([1, 2, 3], ["hello"]):
+        with pytest.raises(SpecError, match=r"give lists of token ids, \[\[1, 2, 3\], ...\]"):
+            generator.generate(wrong)  # type: ignore[arg-type]
+    with pytest.raises(SpecError, match="give a model, or the generator of an Engine"):
+        Generator("folder")

@@ -14,7 +14,7 @@ from meshfold.align.means import mean_of_sequences, mean_of_tokens
 from meshfold.align.objective import Objective, Terms
 from meshfold.align.policy_engines import PolicyEngines
 from meshfold.align.preference import DPO_LOSSES, dpo_losses, kto_baseline, kto_losses, odds_ratio_losses, simpo_losses
-from meshfold.align.records import Completion, Preference
+from meshfold.align.records import Completion, Preference, check_examples
 from meshfold.align.reference import copied, make_reference
 from meshfold.align.residency import WorkSize
 from meshfold.align.rows import CHOSEN, REJECTED, completion_rows, longest_of, pair_rows, shuffled
@@ -79,9 +79,10 @@ class DPO:
         Raises:
             SpecError: for an unknown loss, a setting out of range, or a model with dropout.
         """
+        check_examples("pairs", pairs, Preference, "preference_of")
         known = (*DPO_LOSSES, *_WITHOUT_REFERENCE)
         if loss not in known:
-            raise SpecError(f"loss={loss!r}: use {', '.join(map(repr, known))}{did_you_mean(loss, known)}")
+            raise SpecError(f"loss={loss!r}: use {', '.join(map(repr, known))}.{did_you_mean(loss, known)}")
         self._loss, self._beta, self._gamma, self._smoothing = loss, beta, gamma, label_smoothing
         nothing = torch.zeros(1)
         self._of_pairs(
@@ -204,6 +205,7 @@ class KTO:
         Raises:
             SpecError: for completions without a label, a batch of 1, or a model with dropout.
         """
+        check_examples("completions", completions, Completion, "completion_of")
         if any(one.good is None for one in completions):
             raise SpecError(
                 "KTO needs to know of each completion whether it is good: give records with 'label': true or false"

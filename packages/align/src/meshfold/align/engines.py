@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from meshfold.align.objective import Objective
+from meshfold.align.run import latest_step, step_path
 from meshfold.checkpoint import CheckpointError
 from meshfold.engine import Engine
 from meshfold.engine.checkpoints import Checkpoint, read_whole, with_plain_names
@@ -56,7 +57,7 @@ def start_from(engine: Engine, start: str | None, *, new_head: bool = False) -> 
 
     Args:
         engine: whose model gets them.
-        start: the folder of the checkpoint.
+        start: the folder of the checkpoint, or of a run of :func:`meshfold.align.fit`.
         new_head: the model returns scores; of a language model's checkpoint it gets all but the head, and keeps its own one.
 
     Raises:
@@ -64,6 +65,8 @@ def start_from(engine: Engine, start: str | None, *, new_head: bool = False) -> 
     """
     if start is None:
         return
+    step = latest_step(start)
+    start = start if step is None else step_path(start, step)
     if not new_head:
         engine.load(start, weights_only=True)
         return

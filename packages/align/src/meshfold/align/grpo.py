@@ -28,7 +28,7 @@ from meshfold.align.means import (
 from meshfold.align.objective import Objective, Terms
 from meshfold.align.policy import clipped_policy_losses, kl_penalties
 from meshfold.align.policy_engines import PolicyEngines
-from meshfold.align.records import Completion, Prompt, TextTokenizer
+from meshfold.align.records import Completion, Prompt, TextTokenizer, check_examples
 from meshfold.align.reference import Reference
 from meshfold.align.residency import WorkSize
 from meshfold.align.rewards import Rewards
@@ -129,6 +129,7 @@ class GRPO:
         self._beta, self._kl, self._mask_truncated = beta, kl, mask_truncated
         self._unbiased_kl = unbiased_kl
         self._correction = Correction(importance, max_staleness=max_staleness)
+        check_examples("prompts", prompts, Prompt, "prompt_of")
         one = torch.zeros(1, 1)
         clipped_policy_losses(one, one, one, one, **self._clip)  # checks the settings before anything starts
         kl_penalties(one, one, kl)  # type: ignore[arg-type]

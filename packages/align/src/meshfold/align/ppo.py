@@ -21,7 +21,7 @@ from meshfold.align.means import mean_of_tokens, whiten
 from meshfold.align.objective import Objective, Terms
 from meshfold.align.policy import clipped_policy_losses, clipped_value_losses, gae, kl_penalties, rewards_of_tokens
 from meshfold.align.policy_engines import PolicyEngines
-from meshfold.align.records import Prompt, TextTokenizer
+from meshfold.align.records import Prompt, TextTokenizer, check_examples
 from meshfold.align.residency import WorkSize
 from meshfold.align.rewards import Rewards
 from meshfold.align.rollout import Correction, EngineRollouts, Rollout, sampling_until
@@ -108,6 +108,7 @@ class PPO:
         self._value_clip, self._gae = value_clip, dict(gamma=gamma, lam=lam)
         self._beta, self._kl = beta, kl
         self._correction = Correction(importance, max_staleness=max_staleness)
+        check_examples("prompts", prompts, Prompt, "prompt_of")
         one = torch.zeros(1, 1)  # checks the settings before anything starts
         clipped_policy_losses(one, one, one, one, **self._clip)
         clipped_value_losses(one, one, one, value_clip)

@@ -90,7 +90,7 @@ def dpo_losses(
         SpecError: for an unknown kind or a setting out of range.
     """
     if kind not in DPO_LOSSES:
-        raise SpecError(f"kind={kind!r}: use {_names(DPO_LOSSES)}{did_you_mean(kind, DPO_LOSSES)}")
+        raise SpecError(f"kind={kind!r}: use {_names(DPO_LOSSES)}.{did_you_mean(kind, DPO_LOSSES)}")
     _positive("beta", beta)
     if not 0 <= label_smoothing < 0.5:
         raise SpecError(f"label_smoothing={label_smoothing!r}: a share of the pairs, from 0 up and below 0.5")

@@ -160,6 +160,25 @@ def tokenized(
     return found
 
 
+def check_examples(name: str, examples: object, kind: type, reader: str) -> None:
+    """Check that a trainer got what it learns from: the first example is looked at.
+
+    Args:
+        name: of the argument, for errors.
+        examples: what was given for it.
+        kind: of each.
+        reader: name of the function that makes them of records.
+
+    Raises:
+        SpecError: for no sequence, or one of something else.
+    """
+    how = f"{name}=tokenized(read_records(file), tokenizer, {reader})"
+    if not hasattr(examples, "__getitem__") or not hasattr(examples, "__len__") or isinstance(examples, (str, dict)):
+        raise SpecError(f"{name}: a {type(examples).__name__} is no list of {kind.__name__}: write {how}")
+    if len(examples) and not isinstance(examples[0], kind):
+        raise SpecError(f"{name}: a {type(examples[0]).__name__} is no {kind.__name__}: write {how}")
+
+
 def completion_of(record: Record, tokenizer: TextTokenizer) -> Completion:
     """Return a record with ``prompt`` and ``completion`` (and ``label``), with ``messages``, or with ``text``.
 

@@ -13,7 +13,7 @@ from meshfold.align.log_probs import TokenValues
 from meshfold.align.means import mean_of_sequences
 from meshfold.align.objective import Objective, Terms
 from meshfold.align.preference import reward_losses
-from meshfold.align.records import Completion, Preference
+from meshfold.align.records import Completion, Preference, check_examples
 from meshfold.align.rows import CHOSEN, REJECTED, completion_rows, longest_of, pair_rows, shuffled
 from meshfold.align.run import in_micro_steps
 from meshfold.align.sharing import SharedPrompts
@@ -80,6 +80,7 @@ class RewardModel:
         Raises:
             SpecError: for a setting out of range.
         """
+        check_examples("pairs", pairs, Preference, "preference_of")
         reward_losses(torch.zeros(1), torch.zeros(1), centering=centering)
         self._pairs, self._batch, self._length, self._centering = pairs, batch_size, length, centering
         self._micro_steps, self._seed = micro_steps, seed

@@ -41,7 +41,11 @@ class Rewards:
         Raises:
             SpecError: for no functions, or other than one weight each.
         """
-        if not functions or not all(callable(f) or isinstance(f, RewardModel) for f in functions):
+        if (
+            not isinstance(functions, (list, tuple))
+            or not functions
+            or not all(callable(f) or isinstance(f, RewardModel) for f in functions)
+        ):
             raise SpecError(
                 "rewards: give a list of functions (prompts, completions, **columns) -> numbers, at least one"
             )

@@ -9,7 +9,7 @@ from meshfold.align.engines import Model, trained_engine
 from meshfold.align.log_probs import TokenValues
 from meshfold.align.means import mean_of_tokens
 from meshfold.align.objective import Objective, Terms
-from meshfold.align.records import Completion
+from meshfold.align.records import Completion, check_examples
 from meshfold.align.rows import pack, shuffled
 from meshfold.align.run import in_micro_steps
 from meshfold.mesh.model_io import IGNORE_INDEX
@@ -54,6 +54,7 @@ class SFT:
         seed: of the order of examples, and the engine's.
         settings: further ones of the engine: ``optimizer``, ``precision``, ``clip_grad_norm``, ...
         """
+        check_examples("completions", completions, Completion, "completion_of")
         self._completions, self._batch, self._length = completions, batch_size, length
         self._micro_steps, self._seed = micro_steps, seed
         self.objective = Objective(_terms)

@@ -114,6 +114,10 @@ class Generator:
             )
         if sums not in SUMS:
             raise SpecError(f"sums={sums!r}: write {', '.join(map(repr, SUMS))}.{did_you_mean(sums, SUMS)}")
+        if not isinstance(model, nn.Module) and not hasattr(model, "module"):
+            raise SpecError(
+                f"Generator({model!r}): give a model, or the generator of an Engine(pretrained(folder), ...)"
+            )
         self._module: nn.Module = model if isinstance(model, nn.Module) else model.module
         parameter = next(self._module.parameters(), None)
         if device is None:

@@ -96,6 +96,10 @@ def ids_of(prompt: Iterable[int]) -> tuple[int, ...]:
     Raises:
         SpecError: for an empty one, or one that is not of whole numbers from 0 up.
     """
+    if isinstance(prompt, (str, int)):  # a text, or one of the ids of a prompt
+        raise SpecError(
+            f"a prompt {prompt!r}: give lists of token ids, [[1, 2, 3], ...], such as tokenizer.encode makes of a text"
+        )
     ids = tuple(prompt.tolist() if hasattr(prompt, "tolist") else prompt)
     if not ids or not all(isinstance(token, int) and not isinstance(token, bool) and token >= 0 for token in ids):
         raise SpecError(f"a prompt {list(ids[:8])!r}: give at least one token id, whole numbers from 0 up")
