@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import lru_cache
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,18 @@ from meshfold.mesh import MeshfoldError, ParallelSpec
 from meshfold.models import Llama, MoELlamaConfig
 from meshfold.planner import MACHINES, Machine
 from meshfold.planner.efficiency import Launches
-from meshfold.planner.suggestions import Candidate, Clock, Family, Outlook, candidates, families, outlook_of, search
+from meshfold.planner.estimates import StepSpeed
+from meshfold.planner.suggestions import (
+    Candidate,
+    Clock,
+    Family,
+    Option,
+    Outlook,
+    candidates,
+    families,
+    outlook_of,
+    search,
+)
 from meshfold.planner.suggestions.findings import Findings
 from meshfold.planner.suggestions.likely import Likely
 from meshfold.planner.suggestions.profile import Profile
@@ -126,6 +138,20 @@ def test_what_little_memory_takes_longer_is_not_expected_of_others() -> None:
     found = expecting(first, second)
     found.note_traced(first, Candidate(family=first, spec=first.spec), outlook(1.4), alike=outlook(1.05))
     assert found.likely_seconds(second) == pytest.approx(1.05)
+
+
+@pytest.mark.parametrize("host", [0, 1])
+def test_a_pipeline_with_state_on_the_host_speaks_for_others(host: int) -> None:
+    """Their outlooks are short alike: eight were planned in full, one after the other, before a faster spec without stages."""
+    made, other = (
+        family(pipeline=2, sequence=dict(mode=mode, size=2), zero=dict(stage=3)) for mode in ("ring", "ulysses")
+    )
+    candidate = Candidate(family=made, spec=made.spec)
+    plan: Any = SimpleNamespace(memory=SimpleNamespace(host=host, total=1), pipeline=None)
+    speed = StepSpeed(seconds=1.14, tokens_per_second=1.0, mfu=0.5)
+    found = Findings()
+    found.note_planned(Option(candidate=candidate, found=plan, speed=speed, outlook=outlook(1.0), misfit=""))
+    assert found.hosted_ratio(Candidate(family=other, spec=other.spec)) == (1.14 if host else 1.0)
 
 
 @pytest.mark.slow

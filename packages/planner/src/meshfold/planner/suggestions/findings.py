@@ -37,6 +37,7 @@ class Findings:
     unopened: list[tuple[float, int, Family]] = field(default_factory=list)
     _took: dict[Any, float] = field(default_factory=dict)  # ratio of traced to likely seconds, by kinds of split
     _ratios: dict[Any, tuple[float, float]] = field(default_factory=dict)
+    _hosted: dict[str | None, float] = field(default_factory=dict)  # least ratio of pipelines with state on the host
 
     @property
     def fitting(self) -> list[Option]:
@@ -79,6 +80,9 @@ class Findings:
             max(before[0], took),
             max(before[1], option.bytes / outlook.memory),
         )
+        if option.candidate.family.stages > 1 and option.found.memory.host and not option.misfit:
+            recompute = option.candidate.recompute
+            self._hosted[recompute] = min(took, self._hosted.get(recompute, took))
 
     def likely_seconds(self, family: Family) -> float:
         """Return the expected seconds of a family: those of its likely profile, scaled as similar traced layouts were.
@@ -95,6 +99,13 @@ class Findings:
     def ratio(self, candidate: Candidate) -> tuple[float, float]:
         """Return the seconds and bytes in plans of similar candidates, divided by those of their outlooks."""
         return self._ratios.get(likeness(candidate), (1.0, 1.0))
+
+    def hosted_ratio(self, candidate: Candidate) -> float:
+        """Return the least ratio of seconds in plans to outlooks of pipelines with state on the host, whatever they split.
+
+        Their outlooks are short by about the same share: without it, one after the other was planned in full.
+        """
+        return self._hosted.get(candidate.recompute, 1.0)
 
     def is_shown(self, candidate: Candidate) -> bool:
         """Return True if a planned option that fits differs only in settings, and this one would not be first."""

@@ -268,6 +268,8 @@ class Search:
         Where the planner may recompute blocks but need not, the plan without recomputation says how long it takes.
         """
         seconds, held = self.found.ratio(candidate)
+        if candidate.family.stages > 1 and held * outlook.memory > self.machine.memory:
+            seconds = max(seconds, self.found.hosted_ratio(candidate))
         if candidate.recompute == "auto" and not outlook.repeated:
             kept, most = self.found.ratio(replace(candidate, recompute=None))
             if most * outlook.memory < _ROOMY * self.machine.memory:
