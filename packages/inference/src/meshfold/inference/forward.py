@@ -25,7 +25,7 @@ from meshfold.inference.short_steps import GraphMemory, ShortSteps, short_rows
 from meshfold.kernels import PagedLayer, PagedRows
 from meshfold.mesh import SpecError
 from meshfold.mesh.collectives import all_gather_object
-from meshfold.mesh.model_io import LiveBytes, eval_mode
+from meshfold.mesh.model_io import LiveBytes, eval_mode, tensors_in
 from meshfold.mesh.tracking import uncompiled, without_tracking
 from meshfold.models import head_of, routed, unrouted_reason
 from meshfold.tensor_parallel.convert import attention_part, padding_for_decoding, row_multiple
@@ -236,8 +236,7 @@ class PagedForward:
         """Tensors of the batches that have run, and what the pool counts in."""
         yield self.pool.arrived
         for batch in (*self._batches.values(), *self._shorts.values()):
-            held = (*vars(batch).values(), *vars(getattr(batch, "_settings", batch)).values())
-            yield from (each for each in held if isinstance(each, Tensor))
+            yield from tensors_in([vars(batch), vars(getattr(batch, "_settings", batch))])
 
     def _long_logits(self, step: Step) -> Tensor:
         """Return logits of the spans that sample, by a forward without a graph."""

@@ -24,6 +24,7 @@ from meshfold.mesh.model_io.labels import (
 )
 from meshfold.mesh.model_io.lazy_tensor import ShardedOutput, lazy_gather, local_shard
 from meshfold.mesh.model_io.live_bytes import LiveBytes, storage_bytes
+from meshfold.mesh.model_io.nested_tensors import tensors_in
 from meshfold.mesh.model_io.operators import BACKWARD, FORWARD, REPEATED, Operator, OperatorCounter
 
 __all__ = [
@@ -60,5 +61,6 @@ __all__ = [
     "segments_of",
     "storage_bytes",
     "targets_key",
+    "tensors_in",
     "visible",
 ]
