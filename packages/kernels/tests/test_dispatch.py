@@ -235,6 +235,7 @@ CHOSEN_BY_GENERATORS = {
     "paged_attention_triton.py",
     "row_product_triton.py",
     "row_words_triton.py",
+    "token_state_triton.py",
     "weights_ahead_triton.py",
     "word_choice_triton.py",
 }
