@@ -203,14 +203,14 @@ def verdicts(
         runs: of each contestant.
     """
     trl = {name: value for name, value in seconds.items() if name.startswith("TRL") and value is not None}
-    judged = all(work[name] == value for name, value in JUDGED.items())
+    judged = all(work.get(name) == value for name, value in JUDGED.items())
     if trl and judged and (work["method"] == "dpo" or work["group"] == 8):
         best = min(trl, key=lambda name: trl[name])
         bars = dict(two="ours", shared="ours, shared prompts") if work["method"] == "dpo" else dict(grpo="ours")
         for key, ours in bars.items():
             if (mine := seconds.get(ours)) is not None:
                 yield BARS[key].line(trl[best] / mine, work["ranks"], best=best)
-    if work["method"] == "ppo" and work["shape"] == "6B":
+    if work.get("method") == "ppo" and work.get("shape") == "6B":
         for name, value in seconds.items():
             if value is not None:
                 gib = max(run["peak_bytes"] for run in runs[name] if not run.get("error")) / 2**30

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from meshfold.huggingface.adapter import save_adapter
     from meshfold.huggingface.causal_lm import HuggingFaceModel, open_model, silence_transformers
     from meshfold.huggingface.conversion import convert_folder
+    from meshfold.huggingface.decoder_configs import own_config
     from meshfold.huggingface.export import save_hugging_face
     from meshfold.huggingface.folder_config import NO_REMOTE_CODE, require_config
     from meshfold.huggingface.folding_folder import FoldingFolder, open_folding, outline_folding

@@ -21,6 +21,8 @@ from torch.nn import functional as F
 def keep_dtypes(model: nn.Module) -> None:
     """Let the linear layers that a module's own forward assigns to itself again keep the dtype of their weights."""
     for module in model.modules():
+        if isinstance(module, torch.jit.ScriptModule):  # its class has no forward
+            continue
         for name in _assigned(type(module).forward):
             layer = module._modules.get(name)
             if type(layer) is nn.Linear and "forward" not in layer.__dict__:

@@ -99,7 +99,9 @@ class Tracker(TorchDispatchMode):
         remedy: Callable[[tuple[str, ...]], str] = lambda axes: "",
         parameter_dims: Callable[[Tensor], Dims | None] = lambda parameter: None,
         reads_shapes: Callable[[nn.Module], bool] = lambda module: False,
-        made_later: Callable[[nn.Module, Tensor, tuple[int, ...]], Dims | None] = lambda module, x, shape: None,
+        made_later: Callable[
+            [Tracker, nn.Module, Tensor, tuple[int, ...]], Dims | None
+        ] = lambda tracker, module, x, shape: None,
     ) -> None:
         """Args:
         module, remedy: see above.
@@ -168,7 +170,7 @@ class Tracker(TorchDispatchMode):
 
     def layout_later(self, head: nn.Module, x: Tensor, shape: tuple[int, ...]) -> Dims | None:
         """Return the layout of the logits of a shape that a head will make of rows ``... k``; None: it must make them at once."""
-        return None if self.is_off else self._made_later(head, x, shape)
+        return None if self.is_off else self._made_later(self, head, x, shape)
 
     def logits_of(self, rows: Tensor, words: int, run: Callable[[], Tensor]) -> Tensor:
         """Run a head on rows ``... k``, for ``words`` logits of each."""

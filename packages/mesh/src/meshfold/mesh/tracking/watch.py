@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
 from typing import Any, Protocol, Self
 
 import torch
@@ -159,6 +160,17 @@ def _kind(value: Any) -> object:
     return type(value)
 
 
+def _made_later(
+    hooks: Sequence[TrackingHooks], tracker: Tracker, head: nn.Module, x: Tensor, shape: tuple[int, ...]
+) -> Dims | None:
+    """Return the layout of the logits that a head will make. A method would keep the model, by a circle with the tracker."""
+    for each in hooks:
+        if each.communicates(head):
+            return each.made_later(tracker, head, x, shape)
+    dims = tracker.dims(x)
+    return (*dims[:-1], whole(shape[-1])) if is_whole(dims[-1]) else None
+
+
 _DEEP = 6
 """Levels of nesting to which tensors are looked for in other arguments, such as caches"""
 _PLAIN, _MODELS = ("builtins", "torch", "collections", "meshfold."), "meshfold.models"
@@ -176,7 +188,7 @@ class TrackedForward:
             remedy=running.remedy,
             parameter_dims=running.parameter_dims,
             reads_shapes=lambda module: any(one.reads_shapes(module) for one in hooks),
-            made_later=self._made_later,
+            made_later=partial(_made_later, hooks),
         )
         self._untracked: AbstractContextManager[Any] = nullcontext()  # around a module that communicates
         self._open = ExitStack()
@@ -238,13 +250,6 @@ class TrackedForward:
             if hooks.communicates(module):
                 hooks.mark_results(self._tracker, module, args, kwargs, output)
                 return
-
-    def _made_later(self, head: nn.Module, x: Tensor, shape: tuple[int, ...]) -> Dims | None:
-        for hooks in self._hooks:
-            if hooks.communicates(head):
-                return hooks.made_later(self._tracker, head, x, shape)
-        dims = self._tracker.dims(x)
-        return (*dims[:-1], whole(shape[-1])) if is_whole(dims[-1]) else None
 
     def _left(self, module: nn.Module, args: Any, output: Any) -> None:
         """Record the end of a module's forward, also by an exception that the model may catch."""

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 
 from meshfold.mesh import Group, all_gather
@@ -53,7 +52,7 @@ def split_words(head: nn.Module | None) -> SplitWords | None:
     axes, plan = head.plan.y[head.plan.n], head.plan
     if head.mesh.size(*axes) == 1 or plan.y[plan.m] or plan.sums("y") or plan.extras("y"):
         return None
-    each = head.logits_shape(torch.empty(1, head.in_features, device="meta"))[-1]  # the weight itself may be away
+    each = head.own_words
     first = head.mesh.index(*axes) * each
     return SplitWords(head, head.mesh.group(*axes), first, min(max(head.out_features - first, 0), each))
 

@@ -65,10 +65,11 @@ class WaitingHead:
         """Return this rank's words if this call gathers its output; else None."""
         if not self.gather_output:
             return None
-        return shard_of(self.mesh, self.plan.y[self.plan.n], self._own_words, self.out_features)
+        return shard_of(self.mesh, self.plan.y[self.plan.n], self.own_words, self.out_features)
 
     @property
-    def _own_words(self) -> int:
+    def own_words(self) -> int:
+        """Words of a head on this rank, with padding."""
         known = metadata(self.weight)  # under ZeRO stage 3 the weight itself may be away
         return int(self.weight.shape[0]) if known is None else known.placement.local_shape(self.mesh)[0]
 
@@ -79,7 +80,7 @@ class WaitingHead:
         plan, tokens = self.plan, x.shape[:-1].numel()
         lead = x.shape[:-1] if self.input_adapter is as_given else torch.Size([tokens])
         rows = tokens * self.mesh.size(*plan.x[plan.m]) // self.mesh.size(*plan.y[plan.m])
-        return (*lead_shape(lead, rows), self._own_words)
+        return (*lead_shape(lead, rows), self.own_words)
 
     def loss_operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return the operands of the local matmul: rows ``m k``, weight ``v k`` and bias ``v``, each with its gradient."""
