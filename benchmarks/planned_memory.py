@@ -1,4 +1,4 @@
-"""What a generator says that it takes of a GPU, beside what torch's allocator has given it."""
+"""Compare what a generator says that it takes of a GPU with what torch's allocator has given it."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ def test_simulated_ranks_send_no_more_than_a_capacity() -> None:
 
 
 def test_plans_know_how_many_tokens_are_within_a_capacity() -> None:
-    """Of random tokens, each with experts of its own, that lose some of them."""
+    """Tokens with random experts of their own lose some of them."""
     generator = torch.Generator().manual_seed(0)
     owner = torch.rand(20000, EXPERTS, generator=generator).topk(3).indices // 2
     for capacity in (None, 2.0, 0.7, 0.3):

@@ -139,7 +139,7 @@ def test_parts_take_part_in_recomputation_and_in_a_backward_in_two_passes() -> N
 
 @ranks(4)
 def test_kept_bytes_are_not_those_of_all_rows() -> None:
-    """Of even routing backward keeps twice the rows of an all-to-all between the products; before, four times."""
+    """Backward keeps twice the rows of an all-to-all between the products of even routing; before, four times."""
     layer, kept = Sharded(), dict[str, int]()
     for exchange in ("all_to_all", "all_gather"):
         sizes: dict[int, int] = {}

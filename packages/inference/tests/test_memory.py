@@ -1,4 +1,4 @@
-"""What a generator says that it takes of memory, beside what it takes."""
+"""Compare what a generator says that it takes of memory with what it takes."""
 
 from __future__ import annotations
 

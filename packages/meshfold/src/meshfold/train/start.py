@@ -16,7 +16,7 @@ from meshfold.train.model_choice import ModelChoice, check_sizes
 
 _STATE, _SETTINGS = "state.json", "settings.json"
 TRAINERS = ("sft", "reward", "dpo", "kto", "grpo", "ppo")
-"""Of ``meshfold align``."""
+"""Trainers of ``meshfold align``."""
 
 
 def checkpoint_of(path: str | None) -> str | None:
