@@ -19,7 +19,7 @@ from typing import Any
 from meshfold.mesh.processes.rendezvous import process_state
 from meshfold.mesh.recording.flight_recorder import Call, FlightRecorder, shortened
 from meshfold.mesh.recording.program_line import main_line
-from meshfold.mesh.watchdog.rank_errors import RankErrors
+from meshfold.mesh.watchdog.rank_errors import Failure, RankErrors
 
 DEFAULT_LIMIT_S = 600.0
 
@@ -212,15 +212,18 @@ class Diagnosis:
         reason = "" if late or error is None else f": {_first_line(error)}"
         return f"{call}{step}, number {call.number} over these ranks, {how}{reason}"
 
-    def verdict(self, call: Call, error: Exception | None) -> str:
-        """Return why a call does not end, as found by the first rank that looked."""
+    def failure_behind(self, call: Call) -> Failure | None:
+        """Return the error of another rank that a call does not end for; None if no other rank has failed."""
         with suppress(RuntimeError):
             self.publish()
         failures = self._failures.from_other_ranks()
-        if failures:
-            awaited = awaited_ranks(waiting_call(call), self.read(), self.rank)
-            cause = next((one for one in failures if one.rank in awaited), failures[0])
-            return cause.message_for(self.rank, call)
+        if not failures:
+            return None
+        awaited = awaited_ranks(waiting_call(call), self.read(), self.rank)
+        return next((one for one in failures if one.rank in awaited), failures[0])
+
+    def verdict(self, call: Call, error: Exception | None) -> str:
+        """Return why a call does not end although no rank has failed, as found by the first rank that looked."""
         states, how = self._fresh_states(waiting_call(call))
         text = f"{self.what(call, error)}\n{self._explain(waiting_call(call), states, how)}"
         with self._lock:

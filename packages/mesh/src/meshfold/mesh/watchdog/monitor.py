@@ -129,7 +129,7 @@ class Watchdog:
 
         def ask() -> None:
             with suppress(RuntimeError):  # the store has closed; reported below
-                found.append(self._diagnosis.verdict(call, error))
+                found.append(self._cause(call, error))
 
         thread = threading.Thread(target=ask, daemon=True)
         thread.start()
@@ -141,6 +141,15 @@ class Watchdog:
             f"{self._diagnosis.what(call, error)}\nNothing is known about the other ranks: the store in which they met does not "
             "answer. The process that serves it is stopped or gone: rank 0, or the launcher's"
         )
+
+    def _cause(self, call: Call, error: RuntimeError | None) -> str:
+        """Return why a call does not end. If a rank has failed, those that wait for this one end too."""
+        failure = self._diagnosis.failure_behind(call)
+        if failure is None:
+            return self._diagnosis.verdict(call, error)
+        # This rank waits for nobody from now on, so those that wait for it can no longer find the one that failed through it.
+        groups.break_off()
+        return failure.message_for(self.rank, call)
 
     def report(self, error: BaseException) -> None:
         """Report this rank's own error, not one that it heard of from others."""
@@ -160,7 +169,7 @@ class Watchdog:
                 self._stop_waiting_for_failed()
             if not self._raising and (stuck := self._stuck()) is not None:
                 with suppress(RuntimeError):
-                    self._give_up(self._diagnosis.verdict(stuck, None))
+                    self._give_up(self._cause(stuck, None))
                 self._give_up(self._diagnosis.what(stuck, None))
 
     def _follow_verdict(self) -> None:
