@@ -105,9 +105,10 @@ def check(how: str) -> None:
         found = run_on_ranks(4, one_fails, how)
     finally:
         close_pools()  # its connections are broken now
+    waited_in = "receive" if how.startswith("messages") else "all_reduce"
     for rank, (text, seconds) in enumerate(found[:3]):
         assert text.startswith(f"CollectiveError: rank 3 failed, so the others end: Trouble: {WRONG}\n"), text
-        assert f"(Rank {rank} was in {'receive' if how.startswith('messages') else 'all_reduce'} of (2,) float32" in text
+        assert f"(Rank {rank} was in {waited_in} of (2,) float32" in text
         assert seconds < 100.0
         if how != "at the end of its program":
             assert "raise Trouble(WRONG)" in text and "test_rank_errors.py:" in text

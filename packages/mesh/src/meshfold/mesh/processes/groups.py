@@ -232,7 +232,8 @@ def break_off() -> None:
     for group in list(dist.distributed_c10d._world.pg_map) if is_started() else []:
         if group.size() == 1 or dist.get_backend(group) != dist.Backend.GLOO:
             continue
-        for step in range(1, group.size()):  # a connection that is closed already raises before it waits, and closes no other
+        # A connection that is closed already raises before it waits, and closes no other.
+        for step in range(1, group.size()):
             with contextlib.suppress(RuntimeError):
                 never = group.recv([torch.empty(1)], (group.rank() + step) % group.size(), _NEVER_SENT)
                 with contextlib.suppress(RuntimeError):
