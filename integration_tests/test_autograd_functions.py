@@ -86,12 +86,13 @@ def test_every_function_is_here() -> None:
     assert found() == listed
 
 
-@pytest.mark.few(7)
+@pytest.mark.few(4)
 @pytest.mark.parametrize(("name", "dtype", "backend"), chosen(1))
 def test_compiled_gradients_are_those_of_eager(name: str, dtype: torch.dtype, backend: str) -> None:
     compare(name, dtype, backend)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("name", "dtype", "backend"), chosen(2))
 def test_compiled_gradients_are_those_of_eager_on_two_ranks(name: str, dtype: torch.dtype, backend: str) -> None:
     run_on_ranks(2, compare, name, dtype, backend)

@@ -124,6 +124,7 @@ def losses(spec: dict[str, Any], prediction: str) -> list[float]:
     return found
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "prediction", ["v", "flow", *(pytest.param(p, marks=pytest.mark.slow) for p in ("epsilon", "x0"))]
 )
@@ -148,6 +149,7 @@ def write_back(folder: str, spec: dict[str, Any], out: str) -> None:
             model.save_pretrained(out)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("spec", [dict(tensor=2), dict(data=2, zero=dict(stage=3))], ids=["tensor", "zero"])
 def test_a_folder_is_the_same_to_the_byte_after_the_way_there_and_back(spec: dict[str, Any], tmp_path: Path) -> None:
     small_dit().float().save_pretrained(tmp_path / "there")

@@ -163,7 +163,7 @@ def test_package_works_alone(package: Package, wheelhouse: Path, tmp_path: Path)
         assert command in run([str(environment / "bin" / command), "--help"], cwd=tmp_path)
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(1)
 @each_package
 def test_source_distribution_holds_its_tests(package: Package, tmp_path: Path) -> None:
     run([sys.executable, "-m", "hatchling", "build", "-t", "sdist", "-d", str(tmp_path)], cwd=package.folder)

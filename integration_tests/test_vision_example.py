@@ -28,6 +28,7 @@ def losses(spec: dict[str, Any], optimizer: str) -> float:
     return found
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("optimizer", "spec"),
     [

@@ -321,6 +321,7 @@ def test_bert_in_a_pipeline() -> None:
 # -- 5: ViT -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["hybrid", "gemini"])
 @ranks(2)
 def test_vit(name: str) -> None:
@@ -442,6 +443,7 @@ class Mixer(nn.Module):
         return out
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("pipeline", [1, 2])
 @ranks(2)
 def test_legacy_initialize(pipeline: int, tmp_path: Path) -> None:

@@ -187,7 +187,7 @@ CLIPPING: dict[str, tuple[int, Callable[[], Plugin]]] = {
 }
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("way", ["torch", "optimizer"])
 @pytest.mark.parametrize("name", CLIPPING)
 def test_scripts_that_clip_by_themselves(name: str, way: str) -> None:

@@ -200,7 +200,7 @@ def test_state_on_a_disk_is_not_copied_to_memory(tmp_path: Path) -> None:
     assert all(torch.equal(found[name].clone(), value) for name, value in wanted.items())
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("place", ["cpu", "cuda", "trials"])
 @pytest.mark.parametrize("stage", [1, 3])
 def test_under_zero_a_save_is_of_its_call_however_late_it_looks(

@@ -74,7 +74,7 @@ def test_averages_in_one_process() -> None:
             compare({}, name, ramp)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("how", SPECS)
 def test_averages_of_ranks_are_those_of_one_process(how: str) -> None:
     size, spec = SPECS[how]

@@ -115,6 +115,7 @@ class Centred(nn.Module):
         return self.head(x - self.seen)  # type: ignore[no-any-return]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("zero", [{}, dict(zero=dict(stage=3))], ids=["data", "zero 3"])
 @pytest.mark.parametrize("averages", [False, True])
 @ranks(2)

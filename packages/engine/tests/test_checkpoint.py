@@ -107,6 +107,7 @@ LEGS: dict[str, list[tuple[int, dict[str, Any]]]] = {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("model", LEGS)
 def test_a_run_handed_from_spec_to_spec_is_the_unbroken_run(model: str, tmp_path: Path) -> None:
     unbroken = train(model, {}, "", "", 0, 8)
@@ -500,7 +501,7 @@ def save_in_pieces(parallel: dict[str, Any], path: str, fail_on: int) -> tuple[s
     return message, engine.full_state_dict(), sorted(p.name for p in Path(path).glob("*")), len(written)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "parallel",
     [
@@ -539,6 +540,7 @@ def load_and_compare(path: str, wanted: dict[str, Tensor]) -> None:
     assert all(torch.equal(value, wanted[name]) for name, value in engine.full_state_dict().items())
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("parallel", [dict(data=4), dict(data=2, tensor=2, zero=dict(stage=3))], ids=str)
 def test_a_full_disk_on_any_rank_is_one_error_everywhere(parallel: dict[str, Any], tmp_path: Path) -> None:
     path = tmp_path / "ckpt"

@@ -223,6 +223,7 @@ def test_compiled_blocks_train_as_eager_ones(model: str, spec: str) -> None:
     run_on_ranks(size, compare, model, parallel, settings)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("writes", [False, True])
 @ranks(1)
 def test_slices_share_the_code_of_whole_inputs(writes: bool) -> None:

@@ -403,6 +403,7 @@ def test_dropout_differs_from_batch_to_batch() -> None:
     assert len({loss for losses in serial.values() for loss in losses}) == 2 * len(serial)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("rest", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["some", "rest"])
 @pytest.mark.parametrize(
     "world", [pytest.param(world, marks=pytest.mark.slow if world == 8 else ()) for world in DROPPING_SPECS]

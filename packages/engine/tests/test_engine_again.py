@@ -49,6 +49,7 @@ def test_one_that_drops_trains_again_as_a_cell_that_is_run_again(first: Any, sec
     assert losses[0] != losses[1]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("first", WHOLE)
 @ranks(2)
 def test_one_that_is_whole_is_taken(first: str) -> None:

@@ -59,13 +59,14 @@ DIAGONAL: list[Case] = [
 ]
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("count", "model", "parallel"), DIAGONAL, ids=str)
 def test_logits_losses_norms_and_gradients_are_serial(count: int, model: str, parallel: dict[str, Any]) -> None:
     """SGD without momentum: weights after a step are the gradients, clipped by the norm of all of them."""
     assert_same(on_ranks(count, parallel, model), serial(model), parallel)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("how", [dict(size=4, exchange="all_gather"), dict(size=2, tensor=2)], ids=str)
 def test_ranks_that_share_all_experts_drop_the_tokens_of_one_process(how: dict[str, Any]) -> None:
     """Logits aside: every rank of a prediction has the whole batch, whose tokens a capacity then counts several times."""
@@ -334,7 +335,7 @@ STAGED: list[tuple[int, str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("count", "model", "parallel"), STAGED, ids=str)
 def test_a_balance_loss_counts_on_the_routers_of_all_stages(count: int, model: str, parallel: dict[str, Any]) -> None:
     found = run_on_ranks(count, through_stages, parallel, model)[0]

@@ -57,6 +57,7 @@ def losses(parallel: dict[str, Any]) -> list[float]:
         return [engine.train_step(engine.shard_batch(dict(input_ids=ids, labels=ids))) for _ in range(3)]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("parallel", [dict(data=2), dict(data=2, expert=2), dict(tensor=2, expert=2)], ids=str)
 def test_balance_losses_of_transformers_routers_are_of_the_global_batch(parallel: dict[str, Any]) -> None:
     expected = losses({})

@@ -152,6 +152,7 @@ def test_a_checkpoint_from_before_it_was_kept_is_read(tmp_path: Path) -> None:
     other.close()
 
 
+@pytest.mark.few(1)
 @ranks(2)
 @pytest.mark.parametrize(
     "parallel", [dict(data=2), dict(data=2, zero=dict(stage=3, placement="cpu"))], ids=["data", "zero"]

@@ -131,7 +131,7 @@ def check(model: str, parallel: dict[str, Any], parts: int) -> None:
         assert torch.allclose(others[name], value, rtol=tolerance, atol=tolerance), name
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("model", "spec"), CASES, ids=[f"{model}, {spec}" for model, spec in CASES])
 @ranks(2)
 def test_on_two_ranks(model: str, spec: str) -> None:

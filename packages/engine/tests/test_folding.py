@@ -125,6 +125,7 @@ def longer() -> tuple[list[float], dict[str, Tensor]]:
 QUICK = ("zero 1 and dap", "pipeline and dap", "recomputed, zero 3 and grid")
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in SPECS]
 )
@@ -187,6 +188,7 @@ def evaluate(spec: dict[str, Any]) -> list[float]:
         ]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("spec", [dict(axial=2), dict(pipeline=2)], ids=str)
 def test_evaluation_adds_in_place_and_is_that_of_one_process(spec: dict[str, Any]) -> None:
     wanted = run_on_ranks(1, evaluate, {})[0]

@@ -168,7 +168,7 @@ def compare(model: Callable[[], nn.Module], recipe: str, parallel: dict[str, Any
     assert found == pytest.approx(wanted, rel=0.004)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("spec", SPECS)
 def test_several_ranks_train_as_one(spec: str, recipe: str) -> None:
@@ -314,6 +314,7 @@ def compare_operands(recipe: str, parallel: dict[str, Any], wanted: list[tuple[T
     assert torch.equal(my_turned, turned.chunk(2, dim=1)[rank])
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("recipe", ["rowwise", "tensorwise"])
 @pytest.mark.parametrize("spec", ["data", "zero 3"])
 def test_operands_of_data_ranks_are_blocks_of_the_serial_ones(spec: str, recipe: str) -> None:

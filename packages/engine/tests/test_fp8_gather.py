@@ -89,6 +89,7 @@ def test_operands_are_pushed_with_the_same_bits() -> None:
     run_on_ranks(2, compare_pushes)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("recipe", "given"),
     [
@@ -179,6 +180,7 @@ def compare_operands(recipe: str, parallel: dict[str, Any], wanted: dict[str, li
             assert torch.equal(backward[2].view(torch.uint8), dx) and torch.equal(backward[3], turned), name
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("recipe", ["rowwise", "tensorwise"])
 def test_operands_are_those_of_one_process(recipe: str) -> None:
     run_on_ranks(2, compare_operands, recipe, ZERO, wanted_operands(recipe))

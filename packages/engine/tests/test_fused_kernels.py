@@ -184,7 +184,7 @@ ALONE: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.few(8)
+@pytest.mark.few(5)
 @pytest.mark.parametrize("spec", ALONE)
 @pytest.mark.parametrize("model", MODELS)
 @ranks(1)
@@ -252,6 +252,7 @@ def checkpointed() -> nn.Module:
 RECOMPUTED = {"llama": ("data", "ring"), "Hugging Face": ("tensor", "pipeline"), "by itself": ("megatron", "ring")}
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(("model", "spec"), [(model, spec) for model, specs in RECOMPUTED.items() for spec in specs])
 @ranks(2)
 def test_recomputed(model: str, spec: str) -> None:
@@ -264,7 +265,7 @@ def test_recomputed(model: str, spec: str) -> None:
     assert got == pytest.approx(want, rel=1e-9 if model == "llama" else 1e-4)
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("model", "spec"), CASES, ids=[f"{model}, {spec}" for model, spec in CASES])
 @ranks(2)
 def test_on_two_ranks(model: str, spec: str) -> None:
@@ -319,7 +320,7 @@ STAGED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], int]] = {
 }
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("case", STAGED)
 @ranks(2)
 def test_in_pipelines(case: str) -> None:

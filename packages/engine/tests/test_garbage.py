@@ -58,6 +58,7 @@ def test_it_is_as_before_after_any_use(on: bool) -> None:
         assert gc.isenabled() is on
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("spec", [{}, dict(zero=dict(stage=3))], ids=["plain", "zero 3"])
 @ranks(1)
 def test_no_collection_within_a_step(spec: dict[str, Any]) -> None:

@@ -80,6 +80,7 @@ def waits(engine: Engine, batch: Any) -> list[str]:
     return [line for line in (*waited.found, *copied.found) if not any(name in line for name in ALLOWED)]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("spec", SPECS)
 @ranks(2)
 def test_a_language_model(spec: str) -> None:
@@ -94,6 +95,7 @@ def test_a_language_model(spec: str) -> None:
     assert not found, "\n".join(found)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("spec", ["data", "zero 3"])
 @ranks(2)
 def test_a_mixture_of_experts(spec: str) -> None:
@@ -146,6 +148,7 @@ class Classifier(nn.Module):
         return y
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("ignored", [-100, 2])
 @pytest.mark.parametrize("spec", ["data", "zero 3"])
 @ranks(2)

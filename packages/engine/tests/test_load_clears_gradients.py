@@ -39,6 +39,7 @@ def engine_of(spec: str, optimizer: str = "sgd", seed: int = 0) -> Engine:
     )
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("weights_only", [False, True])
 @pytest.mark.parametrize("spec", SPECS)
 @ranks(2)
@@ -56,6 +57,7 @@ def test_gradients_since_the_last_step_are_let_go(spec: str, weights_only: bool,
     fresh.close()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("spec", ["data", "zero 3"])
 @ranks(2)
 def test_with_the_state_of_another_optimizer_the_weights_are_not_taken(spec: str, tmp_path: Path) -> None:

@@ -74,6 +74,7 @@ def test_data_ranks_are_weighted_by_what_the_loss_is_a_mean_over(kind: str) -> N
     trained(Model(kind), dict(data=2))
 
 
+@pytest.mark.few(2)
 @ranks(2)
 @pytest.mark.parametrize(("kind", "reduction"), [("next tokens", "mean"), ("ctc", "mean"), ("ctc", "sum")])
 def test_micro_batches_are_weighted_alike(kind: str, reduction: str) -> None:

@@ -68,6 +68,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     return found
 
 
+@pytest.mark.few(7)
 @pytest.mark.parametrize("cuda_graph", [False, True], ids=["eager", "captured"])
 @pytest.mark.parametrize("rows", ["plain", "padded", "packed"])
 @pytest.mark.parametrize("family", ["llama", "mistral", "gpt2"])

@@ -168,6 +168,7 @@ def test_who_only_evaluates_may_have_nothing_to_train() -> None:
 # -- one module, two engines ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("place", PLACES)
 def test_a_module_is_trained_by_one_engine_at_a_time(place: str) -> None:
     model = Net()
@@ -255,6 +256,7 @@ def test_a_criterion_of_output_and_batch_is_a_loss() -> None:
     assert math.isfinite(engine.train_step(INPUTS))
 
 
+@pytest.mark.few(7)
 @pytest.mark.parametrize(
     ("batch", "error", "words"),
     [

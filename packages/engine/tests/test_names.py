@@ -86,7 +86,7 @@ def go_through(folder: str, parallel: dict[str, Any], name: str) -> None:
             engine.close()
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("case", [(0, "adamw"), (0, "sgd"), (1, "adamw"), (2, "sgd")])
 def test_checkpoints_of_compiled_blocks(case: tuple[int, str], tmp_path: Path) -> None:
     run_on_ranks(1, go_through, str(tmp_path), ZEROS[case[0]], case[1])

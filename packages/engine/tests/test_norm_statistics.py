@@ -125,6 +125,7 @@ def test_batch_norm_in_16_bits(precision: str) -> None:
     train(precision, {}, 1)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("precision", DTYPES)
 @pytest.mark.parametrize("spec", ["data", "zero 1", "zero 3"])
 @ranks(2)

@@ -38,28 +38,28 @@ IN_FOUR = [name for name in IN_STAGES if name not in IN_TWO]
 SHARED = ("0101", "0120", "0000", "0011", "one inside", "outside too")
 
 
-@pytest.mark.few(7)
+@pytest.mark.few(5)
 @pytest.mark.parametrize("name", IN_STAGES)
 @ranks(2)
 def test_in_two_stages(name: str) -> None:
     check(name, TWO, microbatches=2)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", [*IN_FOUR[::4], *(pytest.param(n, marks=pytest.mark.slow) for n in IN_FOUR[2::4])])
 @ranks(4)
 def test_in_four_stages_with_weight_gradients_apart(name: str) -> None:
     check(name, dict(pipeline=dict(size=4, microbatches=4, schedule="zb-h1")), microbatches=4)
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", ["0120", "0011", "outside too", "one act", "one norm", "input", "encoder"])
 @ranks(2)
 def test_in_stages_that_a_rank_has_two_of(name: str) -> None:
     check(name, dict(pipeline=dict(size=2, microbatches=2, schedule="zb-v")), microbatches=2)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("name", "stage"),
     [
@@ -80,7 +80,7 @@ MODES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("name", "mode"),
     [
@@ -103,7 +103,7 @@ WITHOUT_STAGES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("name", "parallel"),
     [
@@ -117,7 +117,7 @@ def test_without_stages(name: str, parallel: dict[str, Any]) -> None:
     check(name, parallel)
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", ["0120", "0000", "one inside", "looping", "relu"])
 @pytest.mark.parametrize("parallel", [dict(data=2), TWO], ids=["data", "pipeline"])
 @ranks(2)
@@ -125,12 +125,14 @@ def test_recomputed(name: str, parallel: dict[str, Any]) -> None:
     check(name, parallel, microbatches=2 if "pipeline" in parallel else 1, recompute="blocks")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("mode", ["ring", "ulysses"])
 @ranks(2)
 def test_a_block_that_stands_twice_with_split_sequences(mode: str) -> None:
     check("0101 attending", dict(sequence=dict(mode=mode, size=2)))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @ranks(3)
 def test_a_stage_without_parameters_beside_zero(stage: int) -> None:
@@ -154,6 +156,7 @@ def test_a_stage_without_parameters_is_saved_and_loaded(tmp_path: Path) -> None:
     assert all(torch.equal(found[1][name], value) for name, value in wanted[1].items())
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("stage", [0, 1, 3])
 @ranks(2)
 def test_a_block_on_two_ranks_is_saved_and_loaded(stage: int, tmp_path: Path) -> None:
@@ -202,6 +205,7 @@ def test_blocks_that_evaluation_leaves_out_are_refused_there() -> None:
         assert engine.train_step(batch_of(0)) != first
 
 
+@pytest.mark.few(2)
 @pytest.mark.usefixtures("ranks_of_its_own")
 @pytest.mark.parametrize(
     "parallel",

@@ -169,6 +169,7 @@ class Differentiated(Model):
         return z
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("make", "spec", "advice"),
     [

@@ -171,7 +171,7 @@ class Tagging(Model):
         return output if labels is None else {"loss": masked_mean(output, labels), "logits": output}
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", SPECS)
 @ranks(4)
 def test_labels_of_a_loss_that_moves_nothing_all_count(name: str) -> None:
@@ -197,7 +197,7 @@ class AnyKeywords(Model):
         return {"loss": masked_mean(output, batch["labels"])}
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", SPECS)
 @ranks(4)
 def test_a_forward_that_takes_its_ids_by_name(name: str) -> None:
@@ -233,7 +233,7 @@ def only_norms() -> nn.Module:
     return frozen(lambda name: "norm" in name)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("make", [only_behind, only_before, only_norms])
 @pytest.mark.parametrize("zero", [None, dict(stage=1), dict(stage=3)], ids=["plain", "zero 1", "zero 3"])
 @ranks(4)
@@ -254,7 +254,7 @@ FREEZING: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", FREEZING)
 @ranks(2)
 def test_what_an_engine_trains_may_be_frozen_for_some_steps(name: str) -> None:
@@ -281,6 +281,7 @@ def test_what_an_engine_trains_may_be_frozen_for_some_steps(name: str) -> None:
         torch.testing.assert_close(found[path], value, rtol=1e-9, atol=1e-9, msg=f"{path} differs")
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", FREEZING)
 @ranks(2)
 def test_what_was_frozen_when_the_engine_was_made_is_not_trained_silently(name: str) -> None:
@@ -413,7 +414,7 @@ HOOKED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", HOOKED)
 @ranks(4)
 def test_hooks_stay(name: str) -> None:

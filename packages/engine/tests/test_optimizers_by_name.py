@@ -349,6 +349,7 @@ def norm_collectives(name: str, specs: list[dict[str, Any]]) -> Sums:
     return found
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["lamb", "lars"])
 def test_all_norms_are_summed_in_one_collective_a_step(name: str) -> None:
     """Two numbers a tensor in one all-reduce; none where every rank has whole tensors."""

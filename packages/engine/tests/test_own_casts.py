@@ -59,6 +59,7 @@ def trained(router: type[Router], parallel: dict[str, Any], precision: str) -> t
         return losses, engine.full_state_dict()
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("precision", ["fp64", "bf16"])
 @pytest.mark.parametrize("spec", [dict(data=2), dict(zero=dict(stage=2)), dict(zero=dict(stage=3))], ids=str)
 @ranks(2)

@@ -313,6 +313,7 @@ def test_a_mistral_is_a_llama_with_a_window() -> None:
 # -- plans, and what is refused ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "parallel",
     [{}, dict(sequence=ring(2)), dict(pipeline=2), dict(tensor=dict(mode="2d", size=4))],

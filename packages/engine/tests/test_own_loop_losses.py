@@ -61,6 +61,7 @@ CASES: dict[str, tuple[Any, dict[str, Any], int]] = {
 }
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("reads", [False, True], ids=["loss", "loss and logits"])
 @pytest.mark.parametrize("case", [case for case in CASES if CASES[case][2] == 1])
 @ranks(1)
@@ -68,7 +69,7 @@ def test_one_rank(case: str, reads: bool) -> None:
     check(case, reads)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("reads", [False, True], ids=["loss", "loss and logits"])
 @pytest.mark.parametrize("case", [case for case in CASES if CASES[case][2] == 2])
 @ranks(2)

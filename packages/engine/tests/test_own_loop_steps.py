@@ -47,7 +47,7 @@ def unchanged(before: dict[str, Tensor], engine: Engine) -> bool:
     return all(torch.equal(value, before[name]) for name, value in engine.full_state_dict().items())
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("spec", SPECS)
@@ -64,7 +64,7 @@ def test_a_step_by_hand_says_what_to_call(spec: str, optimizer: str, precision: 
     engine.close()
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("spec", ["data", "zero 1", "zero 3"])
 @ranks(2)
@@ -95,7 +95,7 @@ def after_a_step(spec: str, optimizer: str, precision: str, *, unscales: bool) -
         return engine.full_state_dict()
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("spec", ["data", "tensor", "zero 1", "zero 3"])
@@ -123,7 +123,7 @@ def test_gradients_of_the_optimizers_own_tensors_are_refused_and_may_be_released
         assert engine.step()
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("divided", [False, True])
 @pytest.mark.parametrize("spec", ["data", "zero 3"])
 @ranks(2)

@@ -36,6 +36,7 @@ def halved(output: Any, batch: Any) -> Tensor:
     return F.cross_entropy(output.logits.flatten(0, 1), batch["labels"].flatten()) / 2
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("spec", SPECS)
 @ranks(2)
 def test_it_goes_before_the_models_own(spec: str) -> None:

@@ -210,6 +210,7 @@ def copies_begin_far_ahead() -> None:
     assert losses[0] == losses[1]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("world", [1, 2])
 def test_chunks_that_come_far_ahead_take_what_is_planned_and_losses_stay(world: int) -> None:
     run_on_ranks(world, copies_begin_far_ahead)

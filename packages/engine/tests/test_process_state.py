@@ -81,7 +81,7 @@ def changed(parallel: dict[str, Any], settings: dict[str, Any]) -> list[str]:
     return sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("spec", SPECS)
 def test_the_process_is_as_it_was(spec: str) -> None:
     assert run_on_ranks(2, changed, SPECS[spec], {}) == [[], []]

@@ -150,6 +150,7 @@ def steps_that_read_nothing(name: str) -> None:
         assert widest.found and [entry.kind for entry in log.entries] == ["all_gather"]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_step_makes_no_whole_logits(name: str) -> None:
     run_on_ranks(2, steps_that_read_nothing, name)

@@ -87,7 +87,7 @@ def products() -> list[Any]:
     return found
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("make", "zero", "clip"), products())
 @ranks(1)
 def test_alone(make: Callable[[], nn.Module], zero: dict[str, Any] | None, clip: float | None) -> None:

@@ -104,6 +104,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", MODELS)
 @ranks(1)
 def test_alone(name: str) -> None:
@@ -139,6 +140,7 @@ def test_on_every_mesh(name: str) -> None:
 # -- what is repeated -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(("recompute", "wanted"), [(None, 3), ("blocks", 6), ("but-attention", 3)])
 @pytest.mark.parametrize("name", ["gpt", "Hugging Face's llama"])
 @ranks(1)
@@ -166,6 +168,7 @@ def test_a_ring_sends_keys_and_values_once() -> None:
     run_on_ranks(2, rings_on_ranks)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("zero", [{}, dict(zero=dict(stage=3, placement="cpu"))], ids=["", "zero"])
 @ranks(1)

@@ -62,6 +62,7 @@ def going_on(folder: str, first: Mapping[str, Any], then: Mapping[str, Any], nam
             torch.testing.assert_close(found[1][key], value, rtol=1e-7, atol=1e-7, msg=f"{name}: {key}")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("first", "then"),
     [

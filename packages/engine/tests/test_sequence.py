@@ -535,6 +535,7 @@ def saved(parallel: dict[str, Any], folder: str, load: str | None) -> tuple[list
         return seen, engine.full_state_dict()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("zero", [{}, dict(zero=dict(stage=3))], ids=["plain", "zero"])
 def test_checkpoints_go_from_one_spec_to_another(zero: dict[str, Any], tmp_path: Path) -> None:
     parallel = dict(sequence=ring(2), **zero)
@@ -556,6 +557,7 @@ def continued(parallel: dict[str, Any], model: str) -> tuple[Tensor, Tensor]:
         return logits, generate(engine.model, ids, 6, temperature=0.0)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("turn", [0, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("model", ["gpt", "hf llama"])
 def test_generation_and_logits_are_those_of_one_process(model: str, turn: int) -> None:

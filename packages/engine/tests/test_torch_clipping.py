@@ -105,7 +105,7 @@ def serial(way: Callable[[list[Tensor]], list[float]]) -> tuple[list[float], dic
     return found, dict(model.state_dict())
 
 
-@pytest.mark.few(20)
+@pytest.mark.few(10)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("spec", SPECS)
 @ranks(2)
@@ -167,7 +167,7 @@ def test_what_reads_a_gradient_reads_the_whole_of_it() -> None:
 HALVES: dict[str, Any] = {"bf16": "bf16", "fp16": dict(name="fp16", initial_scale=2**8)}
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("precision", HALVES)
 @pytest.mark.parametrize("spec", ["data", "tensor", "zero 1", "zero 3"])
 @ranks(2)
@@ -186,6 +186,7 @@ def test_in_16_bits_the_norm_is_of_unscaled_gradients(spec: str, precision: str)
         assert engine.last.grad_norm == pytest.approx(0.3, rel=1e-3)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("spec", ["data", "zero 3"])
 @ranks(2)
 def test_a_step_that_overflows_is_left_out_clipped_or_not(spec: str) -> None:
@@ -197,6 +198,7 @@ def test_a_step_that_overflows_is_left_out_clipped_or_not(spec: str) -> None:
         assert not engine.step()
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("spec", ["data", "zero 1", "zero 3"])
 @ranks(2)
 def test_clipping_sums_what_no_sync_has_kept_apart(spec: str) -> None:

@@ -33,6 +33,7 @@ def loss_of(model: Any, rank: int) -> Tensor:
     return loss if rank == 0 else torch.zeros((), requires_grad=True) * 1.0
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("backwards", [1, 2])
 @pytest.mark.parametrize("optimizer", [dict(name="adamw", lr=0.1), dict(name="sgd", lr=0.1)], ids=["adamw", "sgd"])
 @pytest.mark.parametrize("spec", SPECS)
@@ -70,6 +71,7 @@ class Late(nn.Module):
         return x.square().mean()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("stage", [1, 3])
 @ranks(2)
 def test_a_table_that_is_read_without_gradients(stage: int) -> None:

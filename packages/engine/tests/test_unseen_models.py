@@ -222,6 +222,7 @@ def with_a_penalty(spec: dict[str, Any]) -> None:
         engine.train_step((IDS, IDS))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("spec", "why"),
     [
@@ -252,6 +253,7 @@ class Headless(Checkpointing):
         return x
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("spec", [dict(data=2), dict(tensor=2), dict(data=2, zero=dict(stage=3))], ids=str)
 @ranks(2)
 def test_a_loss_may_call_modules_and_look_at_parameters(spec: dict[str, Any]) -> None:
@@ -299,6 +301,7 @@ def differentiate_twice(spec: dict[str, Any]) -> None:
         engine.backward(gradient.square().sum())
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("spec", "why"),
     [

@@ -103,6 +103,7 @@ def is_serial(found: dict[str, Tensor], penalty: Penalty) -> bool:
     return all(torch.allclose(found[name], value, rtol=0, atol=1e-12) for name, value in serial(penalty).items())
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("loop", [False, True], ids=["train_step", "loop"])
 @pytest.mark.parametrize("spec", SPECS)
 @ranks(2)
@@ -114,6 +115,7 @@ def test_a_penalty_on_gradients_of_weights_is_warned_of(spec: str, loop: bool) -
     assert is_serial(averaged, of_weights) and not quiet  # what the warning says to write
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("loop", [False, True], ids=["train_step", "loop"])
 @pytest.mark.parametrize("penalty", [of_inputs, looked_at, nothing])
 @ranks(2)

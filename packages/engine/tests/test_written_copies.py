@@ -50,6 +50,7 @@ def trained(spec: dict[str, Any], name: str, writes: bool) -> tuple[list[float],
     return losses, count, rounded
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["lion", "lamb"])
 def test_shards_on_the_device_are_written_by_the_step(name: str) -> None:
     for stage, place in ((1, "cuda"), (3, "cuda"), (3, "cpu")):

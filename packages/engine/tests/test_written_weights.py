@@ -317,6 +317,7 @@ def test_data_of_another_dtype_is_refused() -> None:
     engine.close()
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("spec", ["data", "zero 1", "zero 2", "zero 3", "on the host"])
 @ranks(2)
 def test_steps_alone_write_nothing(spec: str) -> None:

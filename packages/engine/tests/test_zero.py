@@ -322,6 +322,7 @@ def take_weights(path: str, wanted: dict[str, Tensor]) -> None:
         assert train(engine, batches(2)) == train(other, batches(2))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("precision", ["fp64", "bf16"])
 def test_an_earlier_checkpoint_takes_everything_back(precision: str, tmp_path: Path) -> None:
     """Of before the first step: there is no optimizer state in it, and none must be left."""
@@ -450,6 +451,7 @@ def overflow(zero: dict[str, Any]) -> None:
     assert runs[1][1:] == runs[0][1:]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("zero", [dict(stage=1), dict(stage=3, placement="cpu")])
 def test_a_step_that_overflows_is_skipped(zero: dict[str, Any]) -> None:
     run_on_ranks(2, overflow, zero)

@@ -329,6 +329,7 @@ def test_a_layer_with_its_losses_on_4_equals_one_process() -> None:
         close(found, expected.grad, rtol=1e-11)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("family", ["qwen2", "deepseek", "gpt-oss"])
 @ranks(2)
 def test_transformers_models_on_2_equal_one_process(family: str) -> None:

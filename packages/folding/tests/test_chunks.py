@@ -41,6 +41,7 @@ def test_recomputation_drops_the_same_elements(recompute: str) -> None:
     check_equal("evoformer", "dap", {"axial": 1}, blocks=2, memory=memory)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("mode", "axes"), [("dap", {"axial": 2}), ("grid", {"row": 2, "col": 1})])
 @ranks(2)
 def test_chunks_over_2_ranks(mode: str, axes: dict[str, int]) -> None:
@@ -88,6 +89,7 @@ def test_settings_that_cannot_be_right() -> None:
         MemorySettings(recompute="block")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("mode", "axes"), [("dap", {"axial": 2}), ("grid", {"row": 1, "col": 2})])
 @ranks(2)
 def test_inference_in_chunks_over_2_ranks(mode: str, axes: dict[str, int]) -> None:

@@ -100,6 +100,7 @@ def test_counts_of_pair_updates_are_what_one_process_measures(training: bool, pl
     check_counted({"axial": 1}, "dap", 48, training=training, place=place, stack=stack)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("training", "place"), [(True, 0), (False, 1)])
 def test_counts_are_what_one_of_two_ranks_measures(training: bool, place: int) -> None:
     check_counted({"axial": 2}, "dap", 48, training=training, place=place)

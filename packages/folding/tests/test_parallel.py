@@ -25,6 +25,7 @@ def test_dap_2(kind: str) -> None:
     check_equal(kind, "dap", {"axial": 2})
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kind", MODELS)
 @ranks(3)
 def test_dap_3_with_sizes_that_do_not_divide(kind: str) -> None:
@@ -37,6 +38,7 @@ def test_grid_2x2(kind: str) -> None:
     check_equal(kind, "grid", {"row": 2, "col": 2})
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("mode", "attention", "kind", "steps"),
     [("dap", "gather", "evoformer", 3), ("dap", "ring", "multimer", 2), ("grid", "exchange", "extra", 2)],
@@ -47,6 +49,7 @@ def test_other_ways_over_2_ranks(mode: str, attention: str, kind: str, steps: in
     check_equal(kind, mode, axes, attention=attention, product_steps=steps)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("residues", [8, 5])
 @ranks(2)
 def test_without_masks(residues: int) -> None:

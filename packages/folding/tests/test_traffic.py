@@ -16,6 +16,7 @@ from meshfold.mesh.testing import ranks
 from meshfold.tensor_parallel import matmul_cost
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("mode", "attention", "axes", "steps"),
     [

@@ -84,6 +84,7 @@ QUICK = [("qwen3", "tensor"), ("mbart", "zero 3")]
 """Blocks of encoders are in the second, and chunks on the host in the test of recomputed blocks."""
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("kind", "spec"),
     [

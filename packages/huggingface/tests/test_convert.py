@@ -93,6 +93,7 @@ SPECS: list[tuple[int, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("kind", "dtype"), [("llama", torch.bfloat16), ("gpt2", torch.float32)], ids=["llama", "gpt2"])
 def test_a_folder_comes_back_as_it_was_under_every_spec(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
     source = folder_of(kind, tmp_path / "source", dtype)
@@ -137,6 +138,7 @@ OWN_MODELS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("model", OWN_MODELS)
 def test_our_own_models_are_theirs(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_on_ranks(2, train_and_save, str(tmp_path), OWN_MODELS[model], model)

@@ -96,6 +96,7 @@ def cases() -> list[Any]:
     ]
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize(("kind", "how"), cases())
 def test_a_denoiser_is_that_of_one_process(kind: str, how: str) -> None:
     """Loss and every gradient: parameters after a step of gradient descent."""
@@ -163,6 +164,7 @@ def run_losses(kind: str, spec: dict[str, Any]) -> list[float]:
     return losses(kind, spec, dropout=0.3)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("kind", "spec"),
     [

@@ -175,6 +175,7 @@ def export(folder: str, target: str, spec: dict[str, Any]) -> None:
         engine.save_hugging_face(target, like=folder)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", ["olmo2", "falcon", "stablelm"])
 def test_a_family_leaves_as_the_folder_that_it_came_from(kind: str, tmp_path: Path) -> None:
     """Its norms of heads with it: the same names, every tensor to the bit."""
@@ -298,7 +299,7 @@ def compare_labels(kind: str, spec: dict[str, Any], rows: int = 7) -> None:
         assert torch.allclose(found[name], value, rtol=1e-9, atol=1e-9), name
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", ["t5", "bert-classes"])
 @pytest.mark.parametrize("spec", [dict(data=4), dict(data=2, pipeline=2)], ids=["data", "data × pipeline"])
 def test_labels_that_are_not_one_a_token(kind: str, spec: dict[str, Any]) -> None:
@@ -306,6 +307,7 @@ def test_labels_that_are_not_one_a_token(kind: str, spec: dict[str, Any]) -> Non
     run_on_ranks(4, compare_labels, kind, spec)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("kind", "how"),
     [

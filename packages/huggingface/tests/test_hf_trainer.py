@@ -114,7 +114,7 @@ def evaluated(parallel: dict[str, Any], out: str, count: int, each: int) -> floa
         return EngineTrainer(made, args=args, eval_dataset=rows_to_evaluate(count)).evaluate()["eval_loss"]
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(4)
 @pytest.mark.parametrize(("count", "each"), [(6, 4), (5, 2), (3, 2), (1, 4)])
 @pytest.mark.parametrize(
     ("ranks", "parallel"),

@@ -135,7 +135,7 @@ SPECS: dict[str, tuple[int, int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("spec", "kind", "steps"),
     [

@@ -95,7 +95,7 @@ def compare(kind: str, base: str, adapter: str, spec: dict[str, Any], out: str) 
     assert torch.allclose(found, wanted, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("kind", "how"),
     [
@@ -129,6 +129,7 @@ def trained(base: str, spec: dict[str, Any]) -> tuple[list[str], list[float], di
         return names, losses, {name: value for name, value in after.items() if "lora_" in name}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("spec", [dict(tensor=2), dict(data=2, zero=dict(stage=3))], ids=["1d", "zero 3"])
 def test_only_adapters_have_optimizer_states_and_they_start_and_drop_alike(
     spec: dict[str, Any], tmp_path: Path

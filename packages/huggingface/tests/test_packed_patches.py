@@ -79,6 +79,7 @@ def compare(spec: dict[str, Any]) -> None:
         assert torch.allclose(found[name], parameter.detach() - grad, rtol=1e-9, atol=1e-9), name
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("spec", [dict(data=2), dict(data=2, zero=dict(stage=3))], ids=["data", "zero 3"])
 def test_each_rank_gives_its_own_images(spec: dict[str, Any]) -> None:
     """A global batch cannot be divided, and says so before anything is computed."""

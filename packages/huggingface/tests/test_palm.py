@@ -120,7 +120,7 @@ SPECS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("how", SPECS)
 def test_loss_and_gradients_are_those_of_one_process(how: str) -> None:
     size, spec = SPECS[how]

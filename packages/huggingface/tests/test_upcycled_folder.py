@@ -51,6 +51,7 @@ def logits(folder: Path) -> Tensor:
     return found
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("kind", "becomes"), [("llama", "mixtral"), ("mistral", "mixtral"), ("qwen3", "qwen3_moe")], ids=[*DENSE]
 )

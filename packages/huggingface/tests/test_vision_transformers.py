@@ -109,7 +109,7 @@ def cases() -> list[Any]:
     ]
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("name", "how"), cases())
 def test_loss_and_every_gradient_are_those_of_one_process(name: str, how: str) -> None:
     """An image has 49 patches and one or two tokens more, which ranks do not divide."""

@@ -116,6 +116,7 @@ class Places:
         assert slots
 
 
+@pytest.mark.few(10)
 @pytest.mark.parametrize("share", [True, False])
 @pytest.mark.parametrize("seed", range(12))
 def test_requests_in_any_order_are_those_alone(seed: int, share: bool) -> None:

@@ -94,6 +94,7 @@ def on_ranks(form: str) -> tuple[list[list[int]], int, int, int]:
             row_kernels.row_product = real
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("form", ["", "int8", "int4"])
 def test_ranks_multiply_their_part(form: str) -> None:
     model = own("llama").eval()

@@ -234,6 +234,7 @@ def on_ranks(run: Any, x: Tensor, weight: Tensor, bias: Tensor | None, blocks: i
     return found
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("recompute", [False, True])
 def test_vocabulary_over_ranks(recompute: bool) -> None:
     """Three ranks, one of them all padding: the loss on each, and gradients that are the parts of the whole."""

@@ -42,7 +42,7 @@ SLOW = ("data 2 × tensor 2", "zero 1", "zero 3 cpu")
 """Each beside others of its kind"""
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "spec", [pytest.param(spec, marks=pytest.mark.slow) if spec in SLOW else spec for spec in SPECS]
 )

@@ -80,6 +80,7 @@ def go_on(path: str, parallel: dict[str, Any], **options: Any) -> Any:
     return fit(parallel, 2, path=path, **options)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", ["folder", "file"])
 def test_training_goes_on_under_another_spec_and_number_of_ranks(kind: str, tmp_path: Path) -> None:
     wanted = run_on_ranks(4, fit, TENSOR, 2, folder=str(tmp_path), checkpoints=kind)[0]

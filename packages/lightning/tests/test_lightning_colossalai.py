@@ -141,6 +141,7 @@ def scheduled(parallel: dict[str, Any]) -> Any:
     return parallel_run("boring", parallel, callbacks=callbacks, max_epochs=4)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("parallel", [{}, ZERO], ids=["data", "zero 3"])
 def test_an_accumulation_that_changes_is_that_of_one_device(parallel: dict[str, Any]) -> None:
     scheduler = GradientAccumulationScheduler(scheduling={1: 3, 2: 2})

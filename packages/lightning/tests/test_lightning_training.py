@@ -146,6 +146,7 @@ class TorchClips(Characterwise):
         nn.utils.clip_grad_value_(self.parameters(), 0.01)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("spec", SPECS)
 def test_torch_clips_what_the_strategy_has(spec: str) -> None:
     found = run_on_ranks(4, parallel_run, "transformer", SPECS[spec], TorchClips, strategy={"rules": RULES})
@@ -257,7 +258,7 @@ class Normed(Boring):
         self.layer = nn.Sequential(nn.Linear(32, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))  # type: ignore[assignment]
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed", "bf16-true"])
 @pytest.mark.parametrize("parallel", [{}, ZERO], ids=["data", "zero 3"])
 @ranks(2)

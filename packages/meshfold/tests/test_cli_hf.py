@@ -81,6 +81,7 @@ def loss_on_ranks(folder: str) -> list[float]:
     return [engine.train_step(a_batch()) for _ in range(2)]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_with_weights_ranks_start_from_them(family: str, tmp_path: Path) -> None:
     folder = folder_of(family, tmp_path, weights=True)

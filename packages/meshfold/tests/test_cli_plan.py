@@ -74,7 +74,7 @@ def real(name: str, precision: str, accumulate: int) -> tuple[dict[tuple[Any, ..
     return found, held, state
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", SPECS)
 @pytest.mark.parametrize(("precision", "accumulate"), [("fp32", 1), ("bf16", 2)])
 def test_a_real_step_moves_and_holds_what_was_planned(name: str, precision: str, accumulate: int) -> None:

@@ -259,7 +259,7 @@ CASES: list[tuple[int, dict[str, Any], str, int]] = [
 ]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("size", "parallel", "model", "rows"), CASES)
 def test_ranks_write_the_text_of_one_process(size: int, parallel: dict[str, Any], model: str, rows: int) -> None:
     wanted = texts({}, model, rows, use_cache=False)[1:]

@@ -175,7 +175,7 @@ def cases() -> list[Any]:
     ]
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("kind", "how"), cases())
 def test_loss_and_every_gradient_are_those_of_one_process(kind: str, how: str) -> None:
     size, spec = SPECS[how]

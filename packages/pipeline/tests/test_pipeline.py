@@ -54,6 +54,7 @@ def test_a_smaller_last_batch_and_other_lengths() -> None:
 # -- tied parameters ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["1f1b", "zb-v"])
 def test_tied_embeddings(name: str) -> None:
     run_on_ranks(4, check_tied, name)

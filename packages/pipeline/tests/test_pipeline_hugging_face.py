@@ -145,18 +145,19 @@ def check_meta(kind: str, settings: dict[str, Any]) -> None:
     assert_gradients(pipeline, gradients(whole), kind, tolerance=1e-4)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("kind", "settings"), MODELS, ids=[kind for kind, _ in MODELS])
 def test_training(kind: str, settings: dict[str, Any]) -> None:
     run_on_ranks(4, check_training, kind, settings)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("kind", "settings"), MODELS, ids=[kind for kind, _ in MODELS])
 def test_evaluation(kind: str, settings: dict[str, Any]) -> None:
     run_on_ranks(4, check_inference, kind, settings)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("kind", "settings"), MODELS, ids=[kind for kind, _ in MODELS])
 def test_stages_on_the_meta_device(kind: str, settings: dict[str, Any]) -> None:
     run_on_ranks(4, check_meta, kind, settings)
@@ -198,7 +199,7 @@ def check_tensor_parallel(kind: str, settings: dict[str, Any]) -> None:
 
 
 # Mode 1d has no place for a table of another width than the stream's.
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("kind", "settings"), [("opt", {}), *MODELS[1:]], ids=[kind for kind, _ in MODELS])
 def test_stages_that_are_tensor_parallel(kind: str, settings: dict[str, Any]) -> None:
     run_on_ranks(4, check_tensor_parallel, kind, settings)

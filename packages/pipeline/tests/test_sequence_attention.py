@@ -34,6 +34,7 @@ def every_mask(mode: str, dtype: torch.dtype) -> None:
         compare(Mesh({"seq": 2}), mode, dtype=dtype, **mask)
 
 
+@pytest.mark.few(5)
 @modes
 @dtypes
 def test_two_ranks(mode: str, dtype: torch.dtype) -> None:
@@ -51,7 +52,7 @@ def test_a_second_derivative_is_refused(mode: str) -> None:
             gradient.square().sum().backward(retain_graph=True)
 
 
-@pytest.mark.few(10)
+@pytest.mark.few(6)
 @modes
 @masks
 @ranks(4)
@@ -60,6 +61,7 @@ def test_four_ranks(mode: str, mask: str) -> None:
         compare(Mesh({"seq": 4}), mode, dtype=dtype, **MASKS[mask])
 
 
+@pytest.mark.few(2)
 @dtypes
 @ranks(4)
 def test_ring_times_ulysses(dtype: torch.dtype) -> None:
@@ -68,7 +70,7 @@ def test_ring_times_ulysses(dtype: torch.dtype) -> None:
         compare(mesh, "ring_ulysses", dtype=dtype, **mask)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("mode", ["ring", "ulysses", "ring_self", "ring_ulysses"])
 @ranks(8)
 def test_eight_ranks(mode: str) -> None:

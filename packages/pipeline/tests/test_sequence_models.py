@@ -133,7 +133,7 @@ def compare(name: str, mesh: Mesh, mode: str, length: int, documents: tuple[int,
 MODELS = ["Tiny", "Tiny recomputed", "own GPT", "own Llama", "Llama", "Llama inside", "GPT2", "Qwen2"]
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", MODELS)
 @ranks(2)
 def test_ring_on_two_ranks(name: str) -> None:
@@ -141,14 +141,14 @@ def test_ring_on_two_ranks(name: str) -> None:
     compare(name, Mesh({"seq": 2}), "ring", 21)  # with padding
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", MODELS)
 @ranks(4)
 def test_ring_on_four_ranks(name: str) -> None:
     compare(name, Mesh({"seq": 4}), "ring", 24)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["Tiny", "own GPT", "Qwen2"])
 @ranks(4)
 def test_the_other_modes(name: str) -> None:
@@ -157,6 +157,7 @@ def test_the_other_modes(name: str) -> None:
     compare(name, Mesh({"seq": 4}), "ring_self", 24)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", ["Tiny", "own Llama", "Llama", "GPT2"])
 @ranks(2)
 def test_packed_documents(name: str) -> None:

@@ -56,7 +56,7 @@ SHARED: dict[str, Any] = dict(data=4, expert=dict(size=2, tensor=2))
 SPARSE: dict[str, Any] = dict(size=2, exchange="all_to_all")
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("parallel", [dict(data=4, expert=2), dict(data=2, expert=SPARSE, tensor=2), SHARED], ids=str)
 def test_memory_and_traffic_are_those_of_a_run(parallel: dict[str, Any]) -> None:
     held, sent = run_on_ranks(4, run, parallel)[0]
@@ -262,6 +262,7 @@ def measured_peak(parallel: dict[str, Any]) -> int:
         Arena.count = before  # type: ignore[method-assign]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("exchange", ["all_to_all", "all_gather"])
 def test_a_step_of_a_mixture_takes_the_memory_that_is_planned(exchange: str) -> None:
     """Chunks of experts are made after all others, but the head's gradient is reduced before theirs and does not stay whole."""

@@ -111,6 +111,7 @@ def real(parallel: dict[str, Any], precision: str, accumulate: int) -> dict[str,
         )
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("name", "precision", "accumulate"), [("zb-h1", "bf16", 2), ("tensor", "fp32", 1)])
 def test_a_real_step_sends_and_holds_what_was_planned(name: str, precision: str, accumulate: int) -> None:
     plan = planned(SPECS[name], precision=precision, accumulate=accumulate)
@@ -189,7 +190,7 @@ def kept_at_most(plan: PipelineEstimate, rank: int) -> int:
     return peak_beside_state(plan.simulation.schedule.ranks[rank], stages, 0)[1]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("schedule", ["gpipe", "zb-h1", "interleaved"])
 def test_a_step_keeps_the_bytes_that_were_planned(schedule: str) -> None:
     """Between actions: activations from F to B, and what W still needs from B to W; logits on the last stage."""

@@ -89,6 +89,7 @@ def planned(spec: dict[str, Any], ranks: int, accumulate: int, precision: str) -
     return found.memory.total - WORKSPACE_BYTES
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("accumulate", "precision"), [(1, "fp32"), (1, "bf16"), (2, "bf16")])
 def test_a_plan_is_what_a_step_has_alive(accumulate: int, precision: str) -> None:
     measured = run_on_ranks(1, alive_in_a_step, {}, accumulate, precision)[0]

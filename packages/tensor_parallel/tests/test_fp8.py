@@ -104,7 +104,7 @@ def modes(case: Case) -> None:
             compare(mesh_of(axes), find_mode(mode), role, recipe)  # type: ignore[arg-type]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("case", [case for some in CASES.values() for case in some], ids=str)
 def test_operands_are_blocks_of_the_serial_ones(case: Case) -> None:
     world = 1

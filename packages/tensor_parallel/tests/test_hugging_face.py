@@ -90,7 +90,7 @@ def check_report(report: Report, model: nn.Module, serial: nn.Module, mesh: Mesh
         assert metadata(parameter).placement.shape == serial.get_parameter(name).shape
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("place", "kind"), list(enumerate(KINDS)))
 def test_model_is_the_serial_one(place: int, kind: str) -> None:
     """Three rows fit no split of the batch: they are filled up. 101 words fit no split of the vocabulary.
@@ -100,14 +100,14 @@ def test_model_is_the_serial_one(place: int, kind: str) -> None:
     run_on_ranks(4, compare, kind, {}, COVERING[place % 4 :][:1], 3)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("place", "kind", "settings"), [(n, *variant) for n, variant in enumerate(VARIANTS)])
 def test_variant_is_the_serial_one(place: int, kind: str, settings: dict[str, Any]) -> None:
     """In 1d or in 2d; where a model stands here twice, in both."""
     run_on_ranks(4, compare, kind, settings, COVERING[:3:2][place % 2 :][:1], 4)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("kind", "settings"), [("llama", {}), ("llama", dict(num_key_value_heads=1)), ("gpt2", {}), ("opt", {})]
 )
@@ -215,6 +215,7 @@ def compare_whole(kind: str, cases: tuple[Case, ...], rows: int) -> None:
         assert_gradients_equal(whole_gradients(model, mesh), gradients(reference), what, torch.float32)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kind", WHOLE)
 def test_attention_kept_whole_is_the_serial_one(kind: str) -> None:
     run_on_ranks(4, compare_whole, kind, COVERING[:1], 4)

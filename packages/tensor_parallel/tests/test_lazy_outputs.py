@@ -138,13 +138,13 @@ def test_logits_beside_a_loss_are_the_serial_ones(name: str) -> None:
     run_on_ranks(2, compare, name, GRIDS[:4:3], True)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
 def test_those_of_a_flat_stream_are_too(grid: Case) -> None:
     run_on_ranks(2, compare, "gpt of our own", (grid,), False)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
 def test_what_follows_the_head_may_change_them(grid: Case) -> None:
     run_on_ranks(2, compare, "capped", (grid,), True)

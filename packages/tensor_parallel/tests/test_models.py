@@ -114,7 +114,7 @@ def language_models(names: tuple[str, ...], cases: tuple[Case, ...], rows: int) 
         compare_language_model(LANGUAGE_MODELS[name], cases, rows, VOCAB)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("place", "name"), list(enumerate(LANGUAGE_MODELS)))
 def test_language_model_is_the_serial_one(place: int, name: str) -> None:
     """The GPT in all modes, the others in two each."""

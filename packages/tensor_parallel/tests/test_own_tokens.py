@@ -85,7 +85,7 @@ def axes_of(mode: str) -> tuple[str, ...]:
     return {"1d": ("tensor",), "2d": ("row", "col"), "3d": ("a", "b", "c")}[mode.split("+")[0]]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @ranks(4)
 @pytest.mark.parametrize("layout", COVERING, ids=[mode for mode, _ in COVERING])
 def test_gradients_are_serial_and_no_token_is_worked_on_twice(layout: Case) -> None:

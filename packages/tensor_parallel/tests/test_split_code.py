@@ -183,7 +183,7 @@ HIDDEN_CODE: dict[str, tuple[Code, str]] = {
 }
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("layout", [LINE, GRID, case("3d", a=2, b=2, c=1)], ids=lambda layout: layout[0])
 @ranks(4)
 def test_code_on_what_column_layers_write(layout: Case) -> None:

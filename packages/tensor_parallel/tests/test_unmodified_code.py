@@ -89,7 +89,7 @@ class Blocks(nn.Module):
         return out
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("at", FOUR, ids=str)
 @ranks(4)
 def test_attention_may_take_its_width_off_its_input(at: Case) -> None:
@@ -159,7 +159,7 @@ OFFERED = {
 }
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("at", FOUR, ids=str)
 @ranks(4)
 def test_rules_for_pairs_of_linear_layers_are_offered_and_hold(at: Case) -> None:

@@ -71,6 +71,7 @@ def train(
     return losses, auto
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_chunks_move_within_the_limit_and_the_losses_stay(accumulation: int) -> None:
     mesh = Mesh(dict(data=1))

@@ -125,6 +125,7 @@ def same_bits(folder: str, names: list[str], cases: list[Any]) -> None:
             assert same(*found), (name, placements, dtype, stage, accumulate)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_steps_in_the_backward_have_the_bits_of_steps_after_it(name: str, tmp_path: Path) -> None:
     run_on_ranks(1, same_bits, str(tmp_path), [name], CASES[:2])
@@ -164,6 +165,7 @@ def stepped_on_the_way(folder: str) -> None:
         gemini.close()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("world", [1, 2])
 def test_chunks_on_disk_are_stepped_on_the_way(world: int, tmp_path: Path) -> None:
     run_on_ranks(world, stepped_on_the_way, str(tmp_path))
@@ -254,6 +256,7 @@ def disk_breaks(bad: int, folder: str) -> None:
     assert not [*Path(folder).iterdir()] or world > 1
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_disk_that_breaks_in_a_backward_is_told_to_all_ranks(world: int, tmp_path: Path) -> None:
     run_on_ranks(world, disk_breaks, world - 1, str(tmp_path), timeout_s=60.0)

@@ -82,6 +82,7 @@ def step_both(both: Iterable[Small], *arguments: Any) -> None:
         one.step(*arguments)
 
 
+@pytest.mark.few(9)
 @pytest.mark.parametrize("wide", [False, True], ids=["own masters", "float64 masters"])
 @pytest.mark.parametrize("name", ELEMENTS)
 def test_ten_steps_on_disk_are_those_in_memory(tmp_path: Path, name: str, wide: bool) -> None:

@@ -241,6 +241,7 @@ def stepped_on_the_way(world: int) -> None:
         gemini.close()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("world", [1, 2])
 def test_chunks_are_stepped_on_the_way(world: int) -> None:
     run_on_ranks(world, stepped_on_the_way, world)
@@ -380,6 +381,7 @@ def shared_parts() -> None:
                     steps_as_one_process(stage, kind, inside, chunk_elems)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_block_of_several_reentrant_checkpoints_has_all_of_its_gradient(ranks: int) -> None:
     run_on_ranks(ranks, shared_parts)
@@ -515,6 +517,7 @@ def no_gradient_is_held(world: int) -> None:
     gemini.close()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("world", [1, 2])
 def test_no_gradient_is_held(world: int) -> None:
     run_on_ranks(world, no_gradient_is_held, world)
@@ -598,6 +601,7 @@ def broken_off(placement: str, late: bool) -> None:
     gemini.close()
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("placement", ["device", "host"])
 def test_a_step_that_is_broken_off_is_the_end(placement: str, late: bool) -> None:

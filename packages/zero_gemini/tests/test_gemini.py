@@ -202,14 +202,14 @@ def compare(
     gemini.close()
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_training_is_that_of_one_process(stage: int, world: int) -> None:
     run_on_ranks(world, compare, stage, 2000, "adamw", 1, False, 0.5)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_accumulation_and_recomputation(stage: int) -> None:
     run_on_ranks(2, compare, stage, 1000, "adamw", 3, True, 0.5)

@@ -317,7 +317,7 @@ def near_torch(world: int, steps: int) -> None:
             torch.testing.assert_close(value, wanted, rtol=1e-6, atol=1e-6, msg=partial("{}: {}".format, name))
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("world", "steps"),
     [

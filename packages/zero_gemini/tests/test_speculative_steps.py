@@ -208,17 +208,19 @@ def by_turns() -> list[Any]:
     return found
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("placements", "dtype", "regime"), by_turns())
 def test_training_is_the_same_to_the_bit(placements: str, dtype: torch.dtype, regime: str) -> None:
     run_on_ranks(1, compare, placements, dtype, regime, 3, False)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("placements", PLACEMENTS)
 def test_also_where_the_device_steps_some(placements: str) -> None:
     run_on_ranks(1, compare, placements, torch.bfloat16, "A", 3, True)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_also_on_several_ranks(stage: int) -> None:
     run_on_ranks(2, compare, "mixed", torch.bfloat16, "A", stage, False)

@@ -45,6 +45,7 @@ def in_chunk(model: Model, work: list[tuple[Tensor, bool]], **settings: Any) -> 
     return found
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("micro_steps", [1, 2])
 def test_gradients_are_copied_some_at_a_time(micro_steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A launch for each of hundreds of parameters took the host longer than all their copies took the device."""

@@ -228,7 +228,7 @@ def compare(
                 assert state[key][part].dtype == value.dtype
 
 
-@pytest.mark.few(10)
+@pytest.mark.few(5)
 @pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize("name", list(MAKERS))
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
@@ -257,6 +257,7 @@ def mixed(chunk_elems: int) -> None:
         assert trained.stepper.master_dtype(trained.chunks[0]) == torch.float32
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("world", [1, 2])
 def test_float32_masters_of_a_bfloat16_model(world: int) -> None:
     run_on_ranks(world, mixed, 1500)
@@ -316,6 +317,7 @@ def move(stage: int) -> None:
     assert memory.host_arena.used_bytes == 0
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("stage", [2, 3])
 def test_chunks_may_move_between_steps(world: int, stage: int) -> None:
