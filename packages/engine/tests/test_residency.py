@@ -391,6 +391,8 @@ def test_running_out_of_memory_is_no_end() -> None:
     assert isinstance(blocks, torch.nn.ModuleList)
     blocks[2].register_forward_pre_hook(out_of_memory)
     generator, losses = torch.Generator().manual_seed(0), []
+    gemini, tables = residency(engine)._gemini, []
+    gemini.gather_by = lambda *table: tables.append((residency(engine).plan, table))  # type: ignore[method-assign]
 
     def train() -> None:
         for step in range(STEPS):
@@ -404,6 +406,7 @@ def test_running_out_of_memory_is_no_end() -> None:
     with pytest.warns(UserWarning, match="more of .* chunks are kept off it"):
         train()
     assert ("device", "device") in places(engine) and ("host", "host") in places(engine)
+    assert tables[0] == (None, ((), ()))  # before a plan: no units but the next are gathered ahead any more
     assert_same((losses, engine.full_state_dict(), engine), wanted)
     engine.close()
     wanted[2].close()

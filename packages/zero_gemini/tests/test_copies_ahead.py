@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from meshfold.mesh import SpecError
 from meshfold.zero_gemini import ChunkPlacement, Gemini
 from meshfold.zero_gemini.chunks.chunk import Chunk
-from meshfold.zero_gemini.planner import REGIMES, ChunkCost, GiB, Limits, Plan, Workload, plan, recost
+from meshfold.zero_gemini.planner import REGIMES, ChunkCost, DoesNotFit, GiB, Limits, Plan, Workload, plan, recost
 from meshfold.zero_gemini.planner.copies_ahead import seconds_waited, with_copies_ahead
 from meshfold.zero_gemini.planner.options import SPECULATIVE_STEP
-from meshfold.zero_gemini.planner.policies import evaluate_placement
+from meshfold.zero_gemini.planner.policies import automatic, evaluate_placement
 
 sys.path.append(str(Path(__file__).parent))
 from planner_cases import EMULATED
@@ -113,6 +113,26 @@ def test_plan_looks_for_it_and_stays_within_the_limit() -> None:
         for made in (found, by_count):
             assert made.seconds == pytest.approx(seconds_by_events(made), rel=1e-3)
         assert found.seconds < 0.97 * by_count.seconds
+
+
+def test_a_plan_made_again_decides_it_anew() -> None:
+    """Its workload has the last plan's table. With less memory left, or longer units, no table may be better."""
+    roomy = plan(u_net(), MACHINE, Limits(gpu_bytes=200 * 10**6, disk_bytes=0))
+    assert roomy.workload.ready is not None
+    tight = Limits(gpu_bytes=min_bytes(), disk_bytes=0)
+    for policy in (plan, automatic):
+        again, first = policy(roomy.workload, MACHINE, tight), policy(u_net(), MACHINE, tight)
+        assert (again.workload, again.seconds) == (first.workload, first.seconds)
+    slow = replace(roomy.workload, timestep_seconds=(LONG,) * 18)
+    assert plan(slow, MACHINE, roomy.limits).workload.ready is None
+
+
+def min_bytes() -> int:
+    """Return the least bytes of the device with which any plan fits."""
+    with pytest.raises(DoesNotFit) as refused:
+        plan(u_net(), MACHINE, Limits(gpu_bytes=10**6, disk_bytes=0))
+    assert refused.value.minimum_gpu_bytes is not None
+    return refused.value.minimum_gpu_bytes
 
 
 @pytest.mark.parametrize("changes", [dict(in_order=False), dict(timestep_seconds=None), dict(stage=2)])

@@ -283,6 +283,7 @@ class Residency:
         if not self._replanned():
             self.moves += 1
             self._keep(())
+            self._gemini.gather_by((), ())  # fewer units at once
             gone = there[-max(1, len(there) // 8) :]
             self._gemini.move({chunk: ChunkPlacement(parameters="host", state="host") for chunk in gone})
         if self._world.device.type == "cuda":

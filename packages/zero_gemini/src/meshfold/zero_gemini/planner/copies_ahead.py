@@ -38,7 +38,7 @@ def with_copies_ahead(made: Plan, planned: Planner) -> Plan:
         planned: makes another plan.
     """
     workload = made.workload
-    if workload.timestep_seconds is None or workload.stage < 3 or not workload.in_order or workload.ready is not None:
+    if workload.timestep_seconds is None or workload.stage < 3 or not workload.in_order:
         return made
     most, spent = made.seconds * (1 + _ALIKE), made.seconds * (1 - WORTH) + _compute(made)
     for ready in dict.fromkeys(_tables(made)):

@@ -39,10 +39,12 @@ MOST_PLANS = 10**9
 def plan(workload: Workload, machine: Machine, limits: Limits | None = None) -> Plan:
     """Return the fastest plan within the limits: optimizer state, parameters, activations and clipping decided together.
 
+    When gathers begin is decided anew, whatever a plan of the same workload has decided before: less memory may be left now.
+
     Raises:
         MemoryPlanError: if nothing fits; it names the smallest GPU and host bytes with which something does.
     """
-    case = _case(workload, machine, limits)
+    case = _case(replace(workload, ready=None), machine, limits)
     return with_copies_ahead(_plan(case, search(case)), _found_within)
 
 
@@ -57,7 +59,7 @@ def automatic(workload: Workload, machine: Machine, limits: Limits | None = None
     """
     found = plan(workload, machine, limits)
     try:
-        simple = on_device(workload, machine, limits)
+        simple = on_device(replace(workload, ready=None), machine, limits)
     except MemoryPlanError:
         return found
     return replace(simple, policy="auto") if simple.seconds <= NEAR * found.seconds else found
