@@ -1,8 +1,8 @@
 """Logits that were not computed: a stand-in for a head's output.
 
 The usual operations of a loss on logits are recorded instead of run: casts, views and slices of rows, a scale, a soft cap.
-Cross entropy is computed with the head. Whatever else a program does with them computes them as the head would have, once, with
-their gradient.
+Cross entropy is computed with the head. Whatever else a program does with them computes them as the head would have, once: with
+their gradient if the head was called with gradients enabled, wherever they are read.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from meshfold.kernels.fuse.replaced import watcher
+from meshfold.kernels.fuse.view_family import ViewFamily, writes
 from meshfold.kernels.linear_cross_entropy import (
     Reduction,
     VocabularyShard,
@@ -36,6 +37,8 @@ class LazyLogits(Tensor):
     head: Head
     rows: Tensor  # ``... k``: the head's input
     made_in: int  # number of the head's context
+    records: bool  # made with gradients enabled
+    family: ViewFamily  # views of the same logits
     changes: tuple[Change, ...]  # elementwise changes of the head's output, in order
     tracked_dims: tuple[Any, ...]  # of the head's output, for the mode that looked at its call; empty: as the rows
     waits_for_loss = True  # for modes that look at tensors: there is no memory to look at
@@ -50,47 +53,59 @@ class LazyLogits(Tensor):
         dtype: torch.dtype,
         changes: tuple[Change, ...],
         tracked_dims: tuple[Any, ...],
+        records: bool = True,
+        family: ViewFamily | None = None,
     ) -> LazyLogits:
         """Return the logits of rows ``... k`` as ``... v``."""
+        records = records and torch.is_grad_enabled()
         made: LazyLogits = torch.Tensor._make_wrapper_subclass(
             LazyLogits,
             shape,
             dtype=dtype,
             device=rows.device,
-            requires_grad=torch.is_grad_enabled() and (rows.requires_grad or head.trains),
+            requires_grad=records and (rows.requires_grad or head.trains),
         )
         made.head, made.rows, made.changes, made.finish, made._computed = head, rows, changes, (), None
         made.made_in, made.tracked_dims = head.closed, tracked_dims
+        made.records, made.family = records, family or ViewFamily(rows)
         return made
 
     def values(self) -> Tensor:
-        """Return the logits, computed the first time; with their gradient."""
+        """Return the logits, computed the first time."""
+        self.family.check_views(self.head.name, self._computed)
         if self._computed is None:
             self._check_open()
             self.head.reads += 1
-            found = self._logits()
-            for what, by in self.changes:
-                found = found.to(by) if what == "cast" else found * by if what == "scale" else found.tanh()
-            for finish in self.finish:
-                found = finish(found)
-            self._computed = found
+            infers = torch.is_inference_mode_enabled() and not self.records
+            with torch.inference_mode(infers), torch.set_grad_enabled(self.records):
+                self._computed = self._found()
+            self.family.note_computed(self._computed)
         return self._computed
 
-    def _logits(self) -> Tensor:
+    def _found(self) -> Tensor:
         watched, rows = watcher(), self.rows
         if watched is None or self.head.marks_logits:
-            return self.head.logits(rows)
-        return watched.logits_of(rows, self.shape[-1], lambda: self.head.logits(rows))
+            found = self.head.logits(rows)
+        else:
+            found = watched.logits_of(rows, self.shape[-1], lambda: self.head.logits(rows))
+        for what, by in self.changes:
+            found = found.to(by) if what == "cast" else found * by if what == "scale" else found.tanh()
+        for finish in self.finish:
+            found = finish(found)
+        return found
 
     def _loss(self, target: Tensor, kept: int | None, loss: Callable[[Operands], Tensor]) -> Tensor:
         """Run a loss with the head."""
         watched, rows = watcher(), self.rows
-        if watched is None:
-            return self.head.loss(rows, loss)
-        return watched.loss_of(rows, target, kept, lambda: self.head.loss(rows, loss))
+        self.family.check_views(self.head.name)
+        with torch.set_grad_enabled(self.records and torch.is_grad_enabled()):
+            if watched is None:
+                return self.head.loss(rows, loss)
+            return watched.loss_of(rows, target, kept, lambda: self.head.loss(rows, loss))
 
     def _check_open(self) -> None:
-        """Raise a RuntimeError if the head's context has ended, since its weights may have changed."""
+        """Raise a RuntimeError if the head's context has ended, since its weights may have changed, or its input has."""
+        self.family.check_rows(self.head.name)
         if self.made_in != self.head.closed:
             raise RuntimeError(
                 f"logits of {self.head.name} are read after their loss was computed, and were never stored: read them where the "
@@ -114,12 +129,17 @@ class LazyLogits(Tensor):
         if self.rows.shape[:-1] != self.shape[:-1]:
             return None  # a sharded layer has other rows in its output than in its input
         rows = take(self.rows)
-        return self._like(rows, (*rows.shape[:-1], self.shape[-1]), self.dtype, self.changes)
+        return self._like(rows, (*rows.shape[:-1], self.shape[-1]), self.dtype, self.changes, self.family)
 
     def _like(
-        self, rows: Tensor, shape: tuple[int, ...], dtype: torch.dtype, changes: tuple[Change, ...]
+        self,
+        rows: Tensor,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        changes: tuple[Change, ...],
+        family: ViewFamily | None = None,
     ) -> LazyLogits:
-        made = LazyLogits.make(self.head, rows, shape, dtype, changes, self.tracked_dims)
+        made = LazyLogits.make(self.head, rows, shape, dtype, changes, self.tracked_dims, self.records, family)
         made.made_in = self.made_in
         return made
 
@@ -236,6 +256,8 @@ class LazyLogits(Tensor):
             if handler is not None and (found := handler(first, *args[1:], **given)) is not None:
                 return found
         args, given = torch.utils._pytree.tree_map_only(LazyLogits, LazyLogits.values, (args, given))
+        if isinstance(first, LazyLogits) and writes(func):
+            first.family.keep_written(first.values())
         return func(*args, **given)
 
     @classmethod

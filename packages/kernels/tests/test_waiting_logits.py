@@ -1,0 +1,168 @@
+"""Logits that wait for their loss: each use has the value and gradients of logits that were computed at once, or is an error."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from meshfold.kernels.fuse.heads import defer_logits
+
+WORDS = 50
+IDS = torch.randint(WORDS, (3, 7), generator=torch.Generator().manual_seed(1))
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.body, self.head = nn.Embedding(WORDS, 8), nn.Linear(8, 8), nn.Linear(8, WORDS)
+        self.double()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = torch.tanh(self.body(self.embed(ids)))
+        y: Tensor = self.head(x)
+        if not torch.is_grad_enabled():
+            self.rows = x
+        return y
+
+
+Loss = Callable[[Model], Tensor]
+
+
+def loss_of(logits: Tensor) -> Tensor:
+    return F.cross_entropy(logits.reshape(-1, WORDS), IDS.flatten())
+
+
+def gradients(loss: Loss, *, waits: bool) -> tuple[float, list[Tensor]]:
+    model = Model()
+    heads = defer_logits(model, always=waits)
+    with heads.waiting(until_expired=True):
+        found = loss(model)
+    found.backward()
+    return float(found.detach()), [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
+
+
+def accuracy_first(model: Model) -> Tensor:
+    logits = model(IDS)
+    with torch.no_grad():
+        accuracy = (logits.argmax(-1) == IDS).double().mean()
+    return loss_of(logits) * (1 + accuracy)
+
+
+def loss_first_without_gradient(model: Model) -> Tensor:
+    logits = model(IDS)
+    with torch.no_grad():
+        weight = loss_of(logits)
+    return loss_of(logits) * weight
+
+
+def accuracy_in_inference_mode(model: Model) -> Tensor:
+    logits = model(IDS)
+    with torch.inference_mode():
+        accuracy = float((logits.argmax(-1) == IDS).double().mean())
+    return loss_of(logits) * (1 + accuracy)
+
+
+def teacher(model: Model) -> Tensor:
+    with torch.no_grad():
+        target = model(IDS)
+    logits = model(IDS)
+    return loss_of(logits) - (target.softmax(-1) * logits.log_softmax(-1)).mean()
+
+
+def teacher_in_inference_mode(model: Model) -> Tensor:
+    with torch.inference_mode():
+        target = model(IDS)
+    return loss_of(model(IDS)) * float(target.std())
+
+
+def loss_of_a_teacher(model: Model) -> Tensor:
+    with torch.no_grad():
+        target = model(IDS)
+    return loss_of(model(IDS)) - 0.5 * loss_of(target)
+
+
+def view_without_gradient(model: Model) -> Tensor:
+    logits = model(IDS)
+    with torch.no_grad():
+        part = logits[:, 1:]
+    return loss_of(logits) + part.square().mean() + F.cross_entropy(part.reshape(-1, WORDS), IDS[:, 1:].flatten())
+
+
+def more_terms(model: Model) -> Tensor:
+    logits = model(IDS)
+    return loss_of(logits) + 0.1 * logits.square().mean()
+
+
+def written_before_views(model: Model) -> Tensor:
+    logits = model(IDS)
+    logits[:, :, 3] = 0.0
+    return loss_of(logits)
+
+
+def written_slice(model: Model) -> Tensor:
+    logits = model(IDS)[:, 1:]
+    logits *= 2.0
+    return F.cross_entropy(logits.reshape(-1, WORDS), IDS[:, 1:].flatten())
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        accuracy_first,
+        loss_first_without_gradient,
+        accuracy_in_inference_mode,
+        teacher,
+        teacher_in_inference_mode,
+        loss_of_a_teacher,
+        view_without_gradient,
+        more_terms,
+        written_before_views,
+        written_slice,
+    ],
+)
+def test_loss_and_gradients_are_those_of_logits_computed_at_once(loss: Loss) -> None:
+    (want, wanted), (got, found) = gradients(loss, waits=False), gradients(loss, waits=True)
+    assert got == pytest.approx(want, rel=1e-12)
+    for one, other in zip(wanted, found, strict=True):
+        assert torch.allclose(one, other, rtol=1e-9, atol=1e-12)
+
+
+def written_view(model: Model) -> Tensor:
+    logits = model(IDS)
+    logits.view(-1, WORDS)[0] = 0.0
+    return loss_of(logits)
+
+
+def written_under_a_view(model: Model) -> Tensor:
+    logits = model(IDS)
+    rows = logits.view(-1, WORDS)
+    logits /= 2.0
+    return F.cross_entropy(rows, IDS.flatten())
+
+
+def written_through_a_column(model: Model) -> Tensor:
+    logits = model(IDS)
+    later = logits[:, 1:]
+    logits[:, :, 3].zero_()
+    return later.square().mean()
+
+
+@pytest.mark.parametrize("loss", [written_view, written_under_a_view, written_through_a_column])
+def test_a_write_that_a_view_would_not_see_is_an_error(loss: Loss) -> None:
+    with pytest.raises(RuntimeError, match="logits of head were changed in place, and are read through a view"):
+        gradients(loss, waits=True)
+
+
+def test_a_write_to_the_input_of_the_head_is_an_error() -> None:
+    model = Model()
+    with torch.no_grad(), defer_logits(model, always=True).waiting(until_expired=True):
+        for read in (loss_of, torch.sum):
+            logits = model(IDS)
+            model.rows.zero_()
+            with pytest.raises(RuntimeError, match="the input of head was changed in place after the call"):
+                read(logits)
