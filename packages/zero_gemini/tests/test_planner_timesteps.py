@@ -10,9 +10,10 @@ import pytest
 
 from meshfold.mesh import SpecError
 from meshfold.zero_gemini.planner import REGIMES, ChunkCost, GiB, Limits, Plan, Workload, plan
+from meshfold.zero_gemini.planner.loads import Loads
 from meshfold.zero_gemini.planner.options import NONE, SPECULATIVE_STEP
 from meshfold.zero_gemini.planner.policies import evaluate_placement
-from meshfold.zero_gemini.planner.seconds import Loads, seconds_table
+from meshfold.zero_gemini.planner.seconds import seconds_table
 
 sys.path.append(str(Path(__file__).parent))
 from planner_cases import EMULATED
