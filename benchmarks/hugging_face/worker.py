@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -46,14 +46,18 @@ def peer(job: dict[str, Any], *, liger: bool, compiled: bool) -> Step:
     if compiled:
         for layer in model.model.layers:  # type: ignore[union-attr]
             layer.compile()
-    parameters: list[Tensor] = [*model.parameters()]
-    masters: list[Tensor] = [p.detach().float().requires_grad_() for p in parameters]
+    return _step(model, model.parameters(), batch(job))
+
+
+def _step(run: Callable[..., Any], weights: Iterable[Tensor], ids: Tensor, *, capturable: bool = False) -> Step:
+    """Return the step of both plain contestants, which call ``run`` on the ids; ``capturable``: in a CUDA graph."""
+    parameters = [*weights]
+    masters = [p.detach().float().requires_grad_() for p in parameters]
     fused = torch.cuda.is_available()
-    optimizer = torch.optim.AdamW(masters, lr=1e-4, weight_decay=0.01, fused=fused)
-    ids = batch(job)
+    optimizer = torch.optim.AdamW(masters, lr=1e-4, weight_decay=0.01, fused=fused, capturable=capturable)
 
     def step() -> Tensor:
-        loss: Tensor = model(input_ids=ids, labels=ids).loss
+        loss: Tensor = run(input_ids=ids, labels=ids).loss
         loss.backward()
         for parameter, master in zip(parameters, masters, strict=True):
             master.grad = None if parameter.grad is None else parameter.grad.float()
@@ -74,26 +78,8 @@ def graphed(job: dict[str, Any]) -> Step:
     The model is compiled as a whole first. On a CPU nothing is captured.
     """
     model = model_of(job).train()
-    inner = torch.compile(model)
-    parameters: list[Tensor] = [*model.parameters()]
-    masters: list[Tensor] = [p.detach().float().requires_grad_() for p in parameters]
     on_gpu = torch.cuda.is_available()
-    optimizer = torch.optim.AdamW(masters, lr=1e-4, weight_decay=0.01, fused=on_gpu, capturable=on_gpu)
-    ids = batch(job)
-
-    def step() -> Tensor:
-        loss: Tensor = inner(input_ids=ids, labels=ids).loss
-        loss.backward()
-        for parameter, master in zip(parameters, masters, strict=True):
-            master.grad = None if parameter.grad is None else parameter.grad.float()
-            parameter.grad = None
-        nn.utils.clip_grad_norm_(masters, 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        with torch.no_grad():
-            torch._foreach_copy_(parameters, masters)
-        return loss.detach()
-
+    step = _step(torch.compile(model), model.parameters(), batch(job), capturable=on_gpu)
     if not on_gpu:
         return step
     side = torch.cuda.Stream()
