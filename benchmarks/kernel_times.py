@@ -36,7 +36,7 @@ def kernels_of(step: Callable[[], object]) -> list[Kernel]:
     return sorted((each for each in found if each[2] > 0), key=lambda each: -each[2])
 
 
-def host_of(step: Callable[[], object], most: int = 40) -> list[str]:
+def host_of(step: Callable[[], object]) -> list[str]:
     """Return lines on the host's part of a step: the seconds in which it queues one, and the functions that take most of them.
 
     Functions are profiled in another step, whose backward runs in the same thread.
@@ -62,7 +62,7 @@ def host_of(step: Callable[[], object], most: int = 40) -> list[str]:
     rows.sort(reverse=True)
     return [
         f"host: {queued * 1e3:.2f} ms until a step of {whole * 1e3:.2f} ms was queued; functions under a profiler, alone:",
-        *(f"{own * 1e3:9.4f} ms {calls:8} x {name[:100]}" for own, calls, name in rows[:most]),
+        *(f"{own * 1e3:9.4f} ms {calls:8} x {name[:100]}" for own, calls, name in rows[:40]),
     ]
 
 

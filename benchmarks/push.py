@@ -97,7 +97,7 @@ def _measure(args: argparse.Namespace) -> int:
             beside.times = max(1, round(mib / 16))  # about 0.7 ms of matmul for each 16 MiB, which take 0.05 to 0.1
             row = _compare(starts, beside, args, lambda: barrier(group, device))
             row["bytes_a_rank_sends"] = block.numel() * dtype.itemsize * (args.ranks - 1)
-            row["agrees"] = _agreement(kind, starts)
+            row["agrees"] = _agreement(starts)
             row["power"] = energy_windows(
                 [Contestant(way, partial(_both, start, beside, 1), warm=True) for way, start in ways_of(starts)],
                 ranks=args.ranks,
@@ -228,7 +228,7 @@ class _Clock:
         return self.read()
 
 
-def _agreement(kind: str, starts: dict[str, Callable[[], Any]]) -> float | None:
+def _agreement(starts: dict[str, Callable[[], Any]]) -> float | None:
     """Return the largest difference between the results, relative to the largest value; a gather's must be 0."""
     if len(starts) < 2:
         return None

@@ -35,7 +35,7 @@ def main(path: str) -> NoReturn:
         traceback.print_exc()
         found["error"] = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"[:500]
         code = DOES_NOT_FIT if _is_memory(error) else 1
-    found |= _peaks(job, rank)
+    found |= _peaks(rank)
     _write(job, rank, found)
     sys.stdout.flush()
     sys.stderr.flush()
@@ -75,8 +75,8 @@ def _train(job: Any, rank: int, found: dict[str, Any]) -> None:
     for number in range(job.warm_up + job.steps):
         found["steps"].append(_step(job, trainer, ids, timed=number >= job.warm_up))
         found["predicted"] = trainer.predicted()
-        _write(job, rank, {**found, **_peaks(job, rank)})
-    found |= _peaks(job, rank)
+        _write(job, rank, {**found, **_peaks(rank)})
+    found |= _peaks(rank)
     trainer.close()
 
 
@@ -118,7 +118,7 @@ def _search(job: Any, rank: int, trainer: Any, found: dict[str, Any]) -> None:
             _free()
             continue
         low = rows
-        peaks.append((rows, _peaks(job, rank)["gpu_peak_bytes"]))
+        peaks.append((rows, _peaks(rank)["gpu_peak_bytes"]))
         found["fits"] = low
         _write(job, rank, found)
     if low == 0:
@@ -183,7 +183,7 @@ def _ids(job: Any, rank: int, device: Any) -> Any:
     return torch.randint(WORDS, (job.rows, job.seq_len), generator=generator).to(device)
 
 
-def _peaks(job: Any, rank: int) -> dict[str, Any]:
+def _peaks(rank: int) -> dict[str, Any]:
     import torch
 
     gpu = torch.cuda.is_available()

@@ -45,9 +45,9 @@ class Counted:
     parameters: int
 
 
-def mesh_of(scheme: str, ranks: int, rank: int | None = None) -> Mesh:
+def mesh_of(scheme: str, ranks: int) -> Mesh:
     """The mesh of a scheme: the axis ``tensor`` for 1d, ``seq`` for the others."""
-    return Mesh({"tensor" if scheme == TENSOR else "seq": ranks}, rank=rank)
+    return Mesh({"tensor" if scheme == TENSOR else "seq": ranks})
 
 
 def split(model: nn.Module, mesh: Mesh, scheme: str) -> int:

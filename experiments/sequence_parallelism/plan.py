@@ -30,7 +30,6 @@ CARD = 16 * 1024 * MB  # a P100's memory
 CONTEXT = 512 * MB  # of it for CUDA's context and the libraries, which torch does not count
 SCORE = 5  # bytes
 WORD = 6  # bytes a token and word of the head: logits in half precision and their softmax in float32
-PIPELINE_RANKS = 8
 HALF = 2  # bytes
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 Sizes = dict[str, int]
@@ -57,7 +58,7 @@ def meshes(config: Config) -> list[tuple[str, dict[str, int]]]:
     found += [("2d", grid_2d(p)) for p in sizes]
     for depth in DEPTHS:
         for p in sizes:
-            q = _root(p // depth, 2) if p % depth == 0 else 0
+            q = _root(p // depth) if p % depth == 0 else 0
             if q > 1:
                 found.append(("2.5d", cuboid(depth, q)))
     found += [("3d", grid_3d(p)) for p in sizes]
@@ -116,7 +117,7 @@ def ranks(axes: dict[str, int]) -> int:
     return product
 
 
-def _root(n: int, power: int) -> int:
-    """The exact root of a number, or 0."""
-    root = round(n ** (1 / power))
-    return root if root**power == n else 0
+def _root(n: int) -> int:
+    """The exact square root of a number, or 0."""
+    root = math.isqrt(n)
+    return root if root**2 == n else 0

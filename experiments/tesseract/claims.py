@@ -37,7 +37,6 @@ SWEEP = """## {name}
 """
 DEEP, OTHERS = "2.5d, trees", {"1d": "1d", "2d": "2d, trees"}
 MAIN = "a100"
-EXACT = 1e-12
 
 
 def published() -> dict[tuple[str, str, str], float]:

@@ -91,7 +91,7 @@ def dpo_losses(
     """
     if kind not in DPO_LOSSES:
         raise SpecError(f"kind={kind!r}: use {_names(DPO_LOSSES)}.{did_you_mean(kind, DPO_LOSSES)}")
-    _positive("beta", beta)
+    _check_beta(beta)
     if not 0 <= label_smoothing < 0.5:
         raise SpecError(f"label_smoothing={label_smoothing!r}: a share of the pairs, from 0 up and below 0.5")
     if label_smoothing and kind in ("hinge", "ipo"):
@@ -126,7 +126,7 @@ def simpo_losses(
     Raises:
         SpecError: for a setting out of range.
     """
-    _positive("beta", beta)
+    _check_beta(beta)
     return _sigmoid(chosen - rejected - gamma / beta, beta, label_smoothing)
 
 
@@ -174,7 +174,7 @@ def kto_losses(
     Raises:
         SpecError: for a setting out of range.
     """
-    _positive("beta", beta)
+    _check_beta(beta)
     against = beta * (log_ratios - baseline)
     good = desirable_weight * (1 - torch.sigmoid(against))
     bad = undesirable_weight * (1 - torch.sigmoid(-against))
@@ -192,9 +192,9 @@ def _log_1m_exp(x: Tensor) -> Tensor:
     return torch.where(small, torch.log(-torch.expm1(near)), torch.log1p(-torch.exp(far)))
 
 
-def _positive(name: str, value: float) -> None:
-    if not value > 0:
-        raise SpecError(f"{name}={value!r}: a number above 0")
+def _check_beta(beta: float) -> None:
+    if not beta > 0:
+        raise SpecError(f"beta={beta!r}: a number above 0")
 
 
 def _names(table: Mapping[str, object]) -> str:

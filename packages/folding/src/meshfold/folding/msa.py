@@ -163,12 +163,12 @@ class MSAColumnGlobalAttention(nn.Module):
         y = run_parts(self.column_parts(m), compute, 2, flat_target(into, 3))
         return y.view(*lead, *y.shape[1:]) if into is None else into
 
-    def column_parts(self, m: Tensor, gradients: bool | None = None) -> Parts:
+    def column_parts(self, m: Tensor) -> Parts:
         """Return the parts of a block ``b s r c``, in residues."""
         b, s, r, c = m.shape
         heads = self.global_attention
         numbers = 3 * c + 4 * heads.c_hidden + 3 * heads.no_heads * heads.c_hidden + 4 * heads.no_heads
-        return Parts.of(self.axes.memory, r, b * s * numbers * m.element_size(), gradients)
+        return Parts.of(self.axes.memory, r, b * s * numbers * m.element_size())
 
     def _attend(self, m: Tensor, columns: Tensor) -> Tensor:
         """Return the update of some residues: ``b s r c``; ``columns``: their mask, with the sequences of every rank."""

@@ -162,14 +162,14 @@ class EdgeMultiplication(nn.Module):
         assert weights is not None
         return [(weights[:, i].flatten(0, 1), None if biases is None else biases[:, i].flatten(0, 1)) for i in range(2)]
 
-    def channel_parts(self, z: Tensor, gradients: bool | None = None) -> Parts:
+    def channel_parts(self, z: Tensor) -> Parts:
         """Return the parts of the product for a block ``b i j c``, in channels of edges."""
-        gradients = torch.is_grad_enabled() if gradients is None else gradients
         # Two operands, the gathered one and partial sums, with copies that a batched product makes.
         gathered = self.axes.multiple if self.axes.is_split else 1
-        lines = 7 + 2 * gathered if gradients or not self.axes.is_split else 4 + (2 + 2 * gathered) / STEPS
+        at_once = torch.is_grad_enabled() or not self.axes.is_split
+        lines = 7 + 2 * gathered if at_once else 4 + (2 + 2 * gathered) / STEPS
         line = int(z[..., 0].numel() * z.element_size() * lines)
-        return Parts.of(self.axes.memory, self.edge_channels, line, gradients, multiple=CHANNELS)
+        return Parts.of(self.axes.memory, self.edge_channels, line, multiple=CHANNELS)
 
     def _row_parts(self, z: Tensor, numbers: int) -> Parts:
         """Return parts in rows of ``b i j c`` that hold so many numbers a pair."""

@@ -26,7 +26,7 @@ from meshfold.optimizers.factored import (
     take_lists,
     zero_means,
 )
-from meshfold.optimizers.settings import OptimizerSettingError, at_least, learning_rate, positive, stabilizers
+from meshfold.optimizers.settings import OptimizerSettingError, learning_rate, not_negative, positive, stabilizers
 
 
 class Adafactor(ListSteps, torch.optim.Adafactor):
@@ -174,7 +174,7 @@ def check_factors(
         raise OptimizerSettingError(
             f"{name}: beta1={beta1!r}; give a number in [0, 1), such as beta1=0.9, or None for no first moment"
         )
-    at_least(name, "weight_decay", weight_decay, 0.0, example="0.01")
+    not_negative(name, "weight_decay", weight_decay, example="0.01")
 
 
 class AdafactorHF(MatrixOptimizer):

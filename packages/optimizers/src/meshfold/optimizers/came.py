@@ -19,7 +19,7 @@ from meshfold.optimizers.factored import (
     square_sum,
     take_lists,
 )
-from meshfold.optimizers.settings import at_least, decay_rates, learning_rate, positive, stabilizers
+from meshfold.optimizers.settings import decay_rates, learning_rate, not_negative, positive, stabilizers
 
 
 class Came(MatrixOptimizer):
@@ -54,7 +54,7 @@ class Came(MatrixOptimizer):
         decay_rates("Came", "betas", betas, example=(0.9, 0.999, 0.9999))
         stabilizers("Came", eps, example="(1e-30, 1e-16)")
         positive("Came", "clip_threshold", clip_threshold, example="1.0")
-        at_least("Came", "weight_decay", weight_decay, 0.0, example="0.01")
+        not_negative("Came", "weight_decay", weight_decay, example="0.01")
         super().__init__(
             params, dict(lr=lr, betas=betas, eps=eps, clip_threshold=clip_threshold, weight_decay=weight_decay)
         )

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from meshfold.optimizers.base import NormOptimizer, gradient_of
-from meshfold.optimizers.settings import OptimizerSettingError, at_least, learning_rate, positive
+from meshfold.optimizers.settings import OptimizerSettingError, learning_rate, not_negative, positive
 
 
 class Lars(NormOptimizer):
@@ -48,11 +48,11 @@ class Lars(NormOptimizer):
             OptimizerSettingError: for a value that is out of range.
         """
         learning_rate("Lars", lr)
-        at_least("Lars", "momentum", momentum, 0.0, example="0.9")
-        at_least("Lars", "dampening", dampening, 0.0, example="0")
-        at_least("Lars", "weight_decay", weight_decay, 0.0, example="1e-4")
+        not_negative("Lars", "momentum", momentum, example="0.9")
+        not_negative("Lars", "dampening", dampening, example="0")
+        not_negative("Lars", "weight_decay", weight_decay, example="1e-4")
         positive("Lars", "trust_coeff", trust_coeff, example="0.001")
-        at_least("Lars", "eps", eps, 0.0, example="1e-8")
+        not_negative("Lars", "eps", eps, example="1e-8")
         if nesterov and (not momentum or dampening):
             raise OptimizerSettingError(
                 f"Lars: nesterov=True with momentum={momentum!r} and dampening={dampening!r}; give a momentum and no dampening"

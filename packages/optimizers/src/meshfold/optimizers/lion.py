@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from meshfold.optimizers.base import Sight, TensorOptimizer, gradient_of, rate_of
-from meshfold.optimizers.settings import at_least, decay_rates, learning_rate
+from meshfold.optimizers.settings import decay_rates, learning_rate, not_negative
 
 
 class Lion(TensorOptimizer):
@@ -38,7 +38,7 @@ class Lion(TensorOptimizer):
         """
         learning_rate("Lion", lr)
         decay_rates("Lion", "betas", betas, example=(0.9, 0.99))
-        at_least("Lion", "weight_decay", weight_decay, 0.0, example="0.1")
+        not_negative("Lion", "weight_decay", weight_decay, example="0.1")
         super().__init__(params, dict(lr=lr, betas=betas, weight_decay=weight_decay))
 
     def _step(self) -> None:

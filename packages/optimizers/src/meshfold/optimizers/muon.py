@@ -16,7 +16,7 @@ from meshfold.optimizers.base import RoleOptimizer, gradient_of, rate_of
 from meshfold.optimizers.blocks import in_buckets
 from meshfold.optimizers.newton_schulz import COEFFICIENTS, orthogonalize
 from meshfold.optimizers.roles import MATRICES
-from meshfold.optimizers.settings import OptimizerSettingError, at_least, decay_rates, learning_rate, positive
+from meshfold.optimizers.settings import OptimizerSettingError, decay_rates, learning_rate, not_negative, positive
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64, "same": None}
 _ADJUST = ("original", "match_rms_adamw")
@@ -71,7 +71,7 @@ class Muon(RoleOptimizer):
             OptimizerSettingError: for a value that is out of range, an unknown role, or matrices that are none.
         """
         learning_rate("Muon", lr)
-        at_least("Muon", "weight_decay", weight_decay, 0.0, example="0.1")
+        not_negative("Muon", "weight_decay", weight_decay, example="0.1")
         decay_rates("Muon", "momentum", (momentum,), example=(0.95,))
         if len(tuple(ns_coefficients)) != 3:
             raise OptimizerSettingError(
@@ -85,11 +85,11 @@ class Muon(RoleOptimizer):
         if adjust_lr_fn not in _ADJUST:
             raise OptimizerSettingError(f"Muon: adjust_lr_fn={adjust_lr_fn!r}; give {' or '.join(map(repr, _ADJUST))}")
         if adamw_lr is not None:
-            at_least("Muon", "adamw_lr", adamw_lr, 0.0, example="3e-4")
+            not_negative("Muon", "adamw_lr", adamw_lr, example="3e-4")
         decay_rates("Muon", "adamw_betas", adamw_betas, example=(0.9, 0.95))
-        at_least("Muon", "adamw_eps", adamw_eps, 0.0, example="1e-8")
+        not_negative("Muon", "adamw_eps", adamw_eps, example="1e-8")
         if adamw_weight_decay is not None:
-            at_least("Muon", "adamw_weight_decay", adamw_weight_decay, 0.0, example="0.1")
+            not_negative("Muon", "adamw_weight_decay", adamw_weight_decay, example="0.1")
         super().__init__(
             params,
             dict(

@@ -24,18 +24,18 @@ def learning_rate(optimizer: str, value: object) -> None:
         raise OptimizerSettingError(
             f"{optimizer}: lr is a tensor of shape {tuple(value.shape)}; give a number, or a tensor of one element"
         )
-    at_least(optimizer, "lr", value, 0.0, example="1e-3")
+    not_negative(optimizer, "lr", value, example="1e-3")
 
 
-def at_least(optimizer: str, name: str, value: object, least: float, *, example: str) -> None:
-    """Check that a setting is a finite number of at least ``least``.
+def not_negative(optimizer: str, name: str, value: object, *, example: str) -> None:
+    """Check that a setting is a finite number of at least 0.
 
     Raises:
         OptimizerSettingError: for anything else.
     """
-    if not _is_number(value) or value < least:  # type: ignore[operator]
+    if not _is_number(value) or value < 0:  # type: ignore[operator]
         raise OptimizerSettingError(
-            f"{optimizer}: {name}={value!r}; give a number of at least {least:g}, such as {name}={example}"
+            f"{optimizer}: {name}={value!r}; give a number of at least 0, such as {name}={example}"
         )
 
 
@@ -82,8 +82,8 @@ def adam_settings(optimizer: str, lr: object, betas: object, eps: object, weight
     """
     learning_rate(optimizer, lr)
     decay_rates(optimizer, "betas", betas, example=(0.9, 0.999))
-    at_least(optimizer, "eps", eps, 0.0, example="1e-6")
-    at_least(optimizer, "weight_decay", weight_decay, 0.0, example="0.01")
+    not_negative(optimizer, "eps", eps, example="1e-6")
+    not_negative(optimizer, "weight_decay", weight_decay, example="0.01")
 
 
 def _is_number(value: object) -> bool:

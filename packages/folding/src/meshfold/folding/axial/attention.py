@@ -100,7 +100,7 @@ def pair_bias(memory: MemorySettings, norm: nn.Module, linear: nn.Module, z: Ten
     return run_parts(parts, compute, 1)
 
 
-def row_parts(axes: Axes, mha: Attention, x: Tensor, gradients: bool | None = None) -> Parts:
+def row_parts(axes: Axes, mha: Attention, x: Tensor) -> Parts:
     """Return the parts of :func:`attend_rows` for a block ``x``, in rows as they are while they attend."""
     b, a, n, c = x.shape
     if axes.keys == "exchange":
@@ -112,7 +112,7 @@ def row_parts(axes: Axes, mha: Attention, x: Tensor, gradients: bool | None = No
     logits = functions.logit_bytes(x, b * mha.no_heads * n * keys)
     if axes.memory.chunk_bytes is not None and axes.keys != "ring":
         logits = min(logits, axes.memory.chunk_bytes)  # queries are divided too
-    return Parts.of(axes.memory, a, line + logits, gradients)
+    return Parts.of(axes.memory, a, line + logits)
 
 
 def _attend(

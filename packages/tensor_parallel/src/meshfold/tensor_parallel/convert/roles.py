@@ -165,7 +165,7 @@ def classify(model: nn.Module, rules: Mapping[str, str], *, splits_stream: bool 
             found.role[name] = role
             found.by_rule += [name] if said else []
         elif reason or any(is_linear(module) or p not in shared for p in module.parameters(recurse=False)):
-            found.refused[name] = reason or _no_rule(name, module, found.hidden)
+            found.refused[name] = reason or _no_rule(module, found.hidden)
     return found
 
 
@@ -339,7 +339,7 @@ def _inside(name: str, found: Roles) -> bool:
     return any(not placed or name.startswith(f"{placed}.") for placed in whole)
 
 
-def _no_rule(name: str, module: nn.Module, hidden: int) -> str:
+def _no_rule(module: nn.Module, hidden: int) -> str:
     kind = type(module).__name__
     if isinstance(module, nn.MultiheadAttention):
         if type(module) is nn.MultiheadAttention:
