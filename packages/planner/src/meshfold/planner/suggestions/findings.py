@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from meshfold.planner.suggestions.layouts import Candidate, Family
-from meshfold.planner.suggestions.likeness import group_of, kinds_of, likeness
 from meshfold.planner.suggestions.options import Option, Rejected, what_costs
 from meshfold.planner.suggestions.outlook import Outlook
 
@@ -65,7 +64,7 @@ class Findings:
         """
         key = str(family.spec.to_dict())
         self.nearest[key] = candidate, outlook
-        kinds = kinds_of(family)
+        kinds = _kinds_of(family)
         if kinds and key in self.expected:
             seconds = outlook.seconds if alike is None else min(outlook.seconds, alike.seconds - alike.offload)
             took = seconds / self.expected[key][1].seconds
@@ -76,7 +75,7 @@ class Findings:
         self.planned.append(option)
         outlook, before = option.outlook, self.ratio(option.candidate)
         took = option.speed.seconds / outlook.seconds if outlook.seconds and not option.misfit else before[0]
-        self._ratios[likeness(option.candidate)] = (
+        self._ratios[_likeness(option.candidate)] = (
             max(before[0], took),
             max(before[1], option.bytes / outlook.memory),
         )
@@ -90,7 +89,7 @@ class Findings:
         Of no layout with the same kinds of split: as those with each kind alone were.
         """
         _, outlook = self.expected[str(family.spec.to_dict())]
-        kinds = kinds_of(family)
+        kinds = _kinds_of(family)
         if kinds in self._took:
             return outlook.seconds * self._took[kinds]
         alone = (self._took.get((kind,), _LEAST_TENSOR if kind[0] == "tensor" else 1.0) for kind in kinds)
@@ -98,7 +97,7 @@ class Findings:
 
     def ratio(self, candidate: Candidate) -> tuple[float, float]:
         """Return the seconds and bytes in plans of similar candidates, divided by those of their outlooks."""
-        return self._ratios.get(likeness(candidate), (1.0, 1.0))
+        return self._ratios.get(_likeness(candidate), (1.0, 1.0))
 
     def hosted_ratio(self, candidate: Candidate) -> float:
         """Return the least ratio of seconds in plans to outlooks of pipelines with state on the host, whatever they split.
@@ -114,7 +113,7 @@ class Findings:
             return False
         best = min(one.speed.seconds for one in fitting)
         outlook = self.nearest.get(str(candidate.family.spec.to_dict()))
-        same = [one for one in fitting if group_of(one.candidate) == group_of(candidate)]
+        same = [one for one in fitting if _group_of(one.candidate) == _group_of(candidate)]
         return bool(same) and outlook is not None and min(s.speed.seconds for s in same) <= best * (1 + 5 * TOLERANCE)
 
     def ranked(self) -> list[Option]:
@@ -150,3 +149,32 @@ class Findings:
             why = "its operators and messages alone take as long" if known is None else what_costs(known[1], best)
             found.append(Rejected(family=family, seconds=seconds, candidate=None, outlook=None, why=why))
         return [*sorted(found, key=lambda one: one.seconds), *self.refused.values()]
+
+
+def _kinds_of(family: Family) -> tuple[tuple[str, ...], ...]:
+    """Return the kinds of split for which traced and likely seconds have about the same ratio."""
+    spec, found = family.spec, list[tuple[str, ...]]()
+    if spec.tensor is not None:
+        extra = "megatron" if spec.sequence is not None and spec.sequence.mode == "megatron" else ""
+        found.append(("tensor", spec.tensor.mode_name, str(spec.tensor.attention), extra))
+    if spec.sequence is not None and spec.sequence.mode != "megatron":
+        found.append(("sequence", str(spec.sequence.mode)))
+    if spec.expert is not None:
+        found.append(("expert",))
+    return tuple(found)
+
+
+def _likeness(candidate: Candidate) -> Any:
+    """Return the traits shared by candidates whose plans and outlooks have about the same ratio."""
+    zero = candidate.spec.zero
+    return (
+        str(candidate.family.layout.to_dict()),
+        candidate.family.stages > 1,
+        zero is not None,
+        candidate.recompute,
+    )
+
+
+def _group_of(candidate: Candidate) -> Any:
+    """Return the traits by which shown options differ: their ranks, and whether they have ``zero``."""
+    return str(candidate.family.spec.to_dict()), candidate.spec.zero is not None

@@ -18,10 +18,9 @@ from meshfold.planner.estimates import Memory
 from meshfold.planner.step_bytes import workspace_bytes
 from meshfold.planner.suggestions.host_loads import HostLoads
 from meshfold.planner.suggestions.layouts import Candidate
-from meshfold.planner.suggestions.part_clock import Clock
+from meshfold.planner.suggestions.part_clock import Clock, Seconds
 from meshfold.planner.suggestions.profile import Message, Part, Profile
 from meshfold.planner.suggestions.rank_bytes import RankBytes
-from meshfold.planner.suggestions.seconds import Seconds
 from meshfold.planner.suggestions.stages import idle_share, rank_of
 
 
