@@ -23,6 +23,7 @@ def at(way: str, ranks: int, work: Work) -> Point:
     return found
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("ranks", [4, 64])
 def test_traffic_is_that_of_the_formulas(ranks: int) -> None:
     """1D sums the stream twice in each of a forward, its repetition and a backward; 2D's falls with the side of its square."""

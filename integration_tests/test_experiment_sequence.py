@@ -45,6 +45,7 @@ def test_runs_are_as_committed() -> None:
     assert rounded(exact.everything((2,))) == committed()["runs"][:3]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("n", [1, 2, 8])
 @pytest.mark.parametrize("scheme", [TENSOR, RING_SELF, RING])
 def test_the_closed_form_is_what_autograd_keeps(scheme: str, n: int) -> None:

@@ -100,6 +100,7 @@ def test_placements_run() -> None:
     assert "| half | – | does not fit | – | – |" in ablation_measured.page(found)
 
 
+@pytest.mark.slow
 def test_steps_made_ahead_change_no_bit() -> None:
     waited, ahead = (run_on_ranks(1, speculative_plans.train, flag)[0] for flag in (False, True))
     assert waited["ahead"] == [] and ahead["ahead"] == committed(speculative.EXPERIMENT)["trained"]["ahead"]

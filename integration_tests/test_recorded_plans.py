@@ -66,6 +66,7 @@ def workload_of(words: Mapping[str, Any]) -> Workload:
     )
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", RECORDED)
 def test_a_recorded_run_is_planned_within_a_tenth_of_its_time(name: str) -> None:
     run = RECORDED[name]

@@ -60,6 +60,7 @@ def trained(model: nn.Module, work: list[Any], parallel: dict[str, Any], **setti
     return found, engine
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("precision", ["fp64", "bf16", "fp16"])
 def test_replayed_steps_are_those_of_a_plain_run(precision: str) -> None:
     """Two lengths, two micro-steps a step, unequal targets, a tied head: losses, norms and weights to the bit."""

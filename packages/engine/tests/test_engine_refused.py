@@ -43,6 +43,7 @@ def absent(optimizer: torch.optim.Optimizer) -> Any:
     raise KeyError("absent")
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("zero", [None, dict(stage=1), dict(stage=3)], ids=["plain", "zero 1", "zero 3"])
 def test_the_model_is_free_whatever_went_wrong(zero: dict[str, Any] | None) -> None:
     model, parallel = Net(), {} if zero is None else dict(zero=zero)

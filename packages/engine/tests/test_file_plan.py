@@ -55,6 +55,7 @@ def tensors_of(path: Path) -> dict[str, Tensor]:
     return found | {f"optimizer/{name}": value[...] for name, value in stored.optimizer.items()}
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("zero", [None, 1, 3], ids=["plain", "zero 1", "zero 3"])
 def test_later_saves_take_the_plan_of_the_first(zero: int | None, tmp_path: Path, made: list[FilePlan]) -> None:
     parallel = {} if zero is None else dict(zero=dict(stage=zero, placement="cpu"))

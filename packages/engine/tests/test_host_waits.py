@@ -176,6 +176,7 @@ def hugging_face() -> nn.Module:
     return LlamaForCausalLM(config)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("spec", [dict(data=1), dict(data=1, zero=dict(stage=3))], ids=["data", "zero 3"])
 def test_no_wait_in_a_hugging_face_model(spec: dict[str, Any]) -> None:
     engine = Engine(hugging_face(), spec, optimizer=dict(name="adamw", lr=1e-3), clip_grad_norm=1.0)

@@ -184,6 +184,7 @@ def test_a_module_is_trained_by_one_engine_at_a_time(place: str) -> None:
     assert before > losses[0] > losses[1] > losses[2]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("place", PLACES)
 def test_an_engine_that_is_closed_trains_no_more(place: str) -> None:
     engine = engine_of(Net(), PLACES[place])

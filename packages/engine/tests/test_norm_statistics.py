@@ -120,6 +120,7 @@ def train(precision: str, parallel: dict[str, Any], halves: int) -> None:
         same(engine, losses, DTYPES[precision], halves)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("precision", DTYPES)
 def test_batch_norm_in_16_bits(precision: str) -> None:
     train(precision, {}, 1)

@@ -80,6 +80,7 @@ def kept_without_collector(parallel: dict[str, Any], settings: dict[str, Any], w
 QUICK = ("data", "zero 1", "zero under a plan", "tensor 1d", "sequence", "pipeline and zero")
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("spec", [s if s in QUICK else pytest.param(s, marks=pytest.mark.slow) for s in SPECS])
 def test_nothing_is_kept(spec: str) -> None:
     assert run_on_ranks(2, kept_without_collector, SPECS[spec], {}) == [[], []]

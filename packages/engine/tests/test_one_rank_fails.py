@@ -80,6 +80,7 @@ CASES: dict[str, tuple[int, dict[str, Any], int, str, str]] = {
 SLOW = {"loss on the last of 2 stages", "block of the first of 4 stages", "loss of one data rank"}
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in CASES]
 )

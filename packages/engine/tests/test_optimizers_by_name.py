@@ -307,7 +307,7 @@ DIAGONAL: dict[str, list[dict[str, Any]]] = {
 }
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", DIAGONAL)
 def test_matrices(name: str) -> None:
     """Rows and columns of whole tensors, also of those that some ranks share."""

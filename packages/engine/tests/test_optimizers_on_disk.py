@@ -35,6 +35,7 @@ def test_ten_steps_on_two_ranks_are_those_of_one_process(tmp_path: Path) -> None
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["lion", "sgd"])
 def test_ten_steps_in_the_backward_are_those_of_one_process(name: str, tmp_path: Path) -> None:
     """Without clipping: each chunk as soon as its gradient is complete."""
@@ -65,6 +66,7 @@ def test_norms_on_disk_are_summed_in_one_collective_a_step(tmp_path: Path) -> No
         assert [kind for (kind, _), _ in (away - here).items()] in ([], ["all_reduce"])
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("name", "precision", "state", "reads"),
     [("lion", "fp32", 4, 1), ("sgd", "bf16", 8, 1), ("lars", "fp32", 4, 2), ("lamb", "bf16", 12, 2)],
@@ -81,6 +83,7 @@ def test_plans_count_what_the_optimizer_keeps(
         assert state * elements <= file.stat().st_size <= 1.3 * state * elements + 3 * 4096
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("name", "precision", "state"), [("lion", "fp32", 4), ("sgd", "bf16", 8), ("lamb", "bf16", 12)]
 )

@@ -295,7 +295,10 @@ def _host_limit() -> int:
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("world", "tight", "every"),
-    [(1, 5 * MiB, 1), *(pytest.param(2, 8 * MiB, every, marks=pytest.mark.slow) for every in (2, 1))],
+    [
+        (1, 5 * MiB, 2),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((1, 5 * MiB, 1), (2, 8 * MiB, 2), (2, 8 * MiB, 1))),
+    ],
 )
 def test_limits_are_kept_and_bits_too(world: int, tight: int, every: int, tmp_path: Path) -> None:
     run_on_ranks(world, limits_are_kept, str(tmp_path), tight, every)

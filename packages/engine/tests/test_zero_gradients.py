@@ -214,6 +214,7 @@ def test_the_first_guess_knows_it_too() -> None:
     run_on_ranks(1, first_guess)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("settings", "holds"),
     [

@@ -68,6 +68,7 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
         grouped_matmul(torch.zeros(4, 3), torch.zeros(2, 5, 6), torch.zeros(2, dtype=torch.int32))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 def test_compiled_code_launches_the_same_product(dtype: torch.dtype) -> None:
     """One graph with three products in it, not a loop over experts; gradients to the bit. One expert has no rows."""

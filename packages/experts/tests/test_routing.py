@@ -143,6 +143,7 @@ def test_the_loss_over_the_model_is_transformers(masked: bool) -> None:
     torch.testing.assert_close(balance_loss_of([routing_sums(even)]), torch.tensor(2.0))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("family", ["qwen2", "deepseek", "gpt-oss"])
 def test_routers_of_transformers_are_balanced_by_a_hook(family: str) -> None:
     model = model_of(family)

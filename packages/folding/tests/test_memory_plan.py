@@ -94,6 +94,7 @@ def test_counts_are_what_one_process_measures(training: bool, place: int) -> Non
     check_counted({"axial": 1}, "dap", 48, training=training, place=place)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("training", "place"), [(True, 1), (False, 0), (False, 2)])
 def test_counts_of_pair_updates_are_what_one_process_measures(training: bool, place: int) -> None:
     stack = PairUpdateStack(2, 16, 48, chunk_size=16)

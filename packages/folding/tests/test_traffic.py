@@ -48,6 +48,7 @@ def test_recorded_equals_planned(mode: str, attention: str, axes: dict[str, int]
         assert log.bytes == planned.bytes > 0
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("axes", [{"axial": 4}, {"row": 2, "col": 3}, {"depth": 2, "row": 2, "col": 2}])
 def test_a_triangle_product_costs_what_the_layout_algebra_says(axes: dict[str, int]) -> None:
     mode = {1: "dap", 2: "grid", 3: "grid+depth"}[len(axes)]

@@ -25,6 +25,7 @@ def busiest(generator: Generator) -> None:
         generator.step()
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kind", ["gpt", "llama", "mixtral"])
 def test_memory_is_as_planned(kind: str) -> None:
     """Pages and buffers to the byte; with the work of the largest forward all of it is less than planned, by 3 % at most."""

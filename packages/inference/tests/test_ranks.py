@@ -156,7 +156,6 @@ THIN: dict[int, list[tuple[str, str]]] = {
 }
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("size", THIN)
 def test_ranks_write_the_texts_of_one_process(size: int) -> None:
     check(size, THIN[size], FEW)

@@ -77,6 +77,7 @@ def test_numba_gives_the_bits_of_the_reference(
     assert_same(got, wanted)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "dtype", [torch.float32, torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)], ids=str
 )

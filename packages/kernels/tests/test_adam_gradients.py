@@ -50,7 +50,7 @@ def test_partial_norms_are_the_definition(implementation: str, norm: float, n: i
         assert NORMS[norm](x, block, start).tolist() == defined(x, norm, block, start)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     n=st.one_of(st.integers(0, 5000), st.integers(60_000, 200_000)),
     dtype=st.sampled_from(DTYPES),

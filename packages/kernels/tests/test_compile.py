@@ -105,7 +105,7 @@ def results(op: Callable[..., Any], inputs: tuple[Tensor, ...]) -> list[Tensor]:
     return [*out, *torch.autograd.grad(out, inputs, towards)]
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", [*WHOLE, *PIECES])
 def test_traces_into_one_graph(name: str) -> None:
     """fullgraph=True refuses any break; aot_eager traces the backward as well."""

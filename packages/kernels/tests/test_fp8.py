@@ -191,6 +191,7 @@ def test_narrow_layers_lose_by_the_roofline(recipe: str, least: int) -> None:
     assert fp8_gain(4096, 4096, kind, tokens=8192) < fp8_gain(4096, 4096, kind)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("recipe", ["rowwise", "block128"])
 def test_compiled_casts_are_equal_to_eager_ones(recipe: str) -> None:
     product, n = bind_fp8_matmul(FP8_RECIPES[recipe]), FP8_RECIPES[recipe].multiple

@@ -58,6 +58,7 @@ def same(found: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @ranks(4)
 def test_every_collective_over_every_group_and_dim(dtype: torch.dtype) -> None:

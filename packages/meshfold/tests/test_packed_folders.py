@@ -124,8 +124,14 @@ def on_ranks(folders: dict[str, Path]) -> list[tuple[str, list[bool], list[list[
     return found
 
 
-def test_ranks_keep_their_part_of_the_codes(tmp_path: Path) -> None:
-    forms = ["awq", "gptq", "gptq act order", "compressed int8", "fp8 blocks", "compressed int4 zero"]
+@pytest.mark.parametrize(
+    "forms",
+    [
+        pytest.param(["awq", "gptq act order", "compressed int8"], id="some"),
+        pytest.param(["gptq", "fp8 blocks", "compressed int4 zero"], marks=pytest.mark.slow, id="others"),
+    ],
+)
+def test_ranks_keep_their_part_of_the_codes(forms: list[str], tmp_path: Path) -> None:
     plain = {form: write(tmp_path / form, form) for form in forms}
     for rank in run_on_ranks(2, on_ranks, {form: tmp_path / form for form in forms}):
         for form, same, texts in rank:

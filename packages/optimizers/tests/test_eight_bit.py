@@ -58,6 +58,7 @@ def test_zeros_stay_and_a_small_square_does_not_become_zero() -> None:
     assert (unpack(pack(values, signed=False), values, signed=False) > 0).tolist() == [True, True, False]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("cls", [GaLoreAdamW, GaLoreAdafactor])
 def test_galore_with_8_bits_is_near_and_goes_on_from_its_state(cls: type[Any]) -> None:
     settings: dict[str, Any] = dict(

@@ -51,6 +51,7 @@ def in_one_place(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
     return torch.einsum("bhij,bjhd->bihd", weights * fates, v)
 
 
+@pytest.mark.few(2)
 @ranks(4)
 @pytest.mark.parametrize("mode", range(len(MODES)), ids=[name for name, _ in MODES])
 def test_output_and_gradients(mode: int) -> None:

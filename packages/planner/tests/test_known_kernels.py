@@ -42,6 +42,7 @@ def always(
     return count(lambda: function(*args, **kwargs))
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("spec", "ranks", "recompute"),
     [

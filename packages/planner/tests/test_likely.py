@@ -63,6 +63,7 @@ def likely_and_traced(parallel: dict[str, Any]) -> tuple[Profile, Profile]:
     return likely.of(Family(spec=spec)), profiler().of(replace(spec, data=spec.axes["data"]))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "parallel",
     [

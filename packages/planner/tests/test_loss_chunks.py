@@ -57,6 +57,7 @@ def planned(spec: dict[str, Any], ranks: int, machine: str, rows: int) -> Estima
     return replace(found, seconds=0.0)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("spec", "ranks", "machine"),
     [

@@ -53,6 +53,7 @@ def test_digits_make_the_numbers_of_a_group() -> None:
         mesh.digits("data%4", "data/2")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("parallel", [dict(pipeline=dict(size=2, microbatches=2)), dict(tensor=2)])
 def test_a_plan_looks_at_as_many_ranks_for_large_jobs_as_for_small_ones(
     monkeypatch: pytest.MonkeyPatch, parallel: dict[str, Any]

@@ -62,6 +62,7 @@ SPECS: dict[str, tuple[dict[str, Any], int]] = {
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", SPECS)
 def test_a_plan_counts_what_is_kept_by_hand(name: str) -> None:
     (parallel, parts), few = SPECS[name], 2
@@ -90,6 +91,7 @@ def peak(model: nn.Module, ids: Tensor, way: str) -> int:
     return live.take()[0]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("make", [gpt, llama])
 def test_bytes_on_meta_are_those_of_a_run(make: Any) -> None:
     ids = torch.randint(128, (ROWS, TOKENS))
@@ -133,6 +135,7 @@ def test_a_plan_keeps_attention_alone_where_memory_is_short() -> None:
     assert (LAYERS, LAYERS) in seen and (0, LAYERS) in seen, seen
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("names", [["blocks.0", "attention of blocks.0", "attention of blocks.1"], []])
 def test_what_is_alive_is_what_was_planned(names: list[str]) -> None:
     ids = torch.randint(128, (ROWS, TOKENS))

@@ -174,6 +174,7 @@ def by_name(counts: Mapping[Operator, int]) -> Counter[tuple[str, str]]:
     return found
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("exchange", ["all_to_all", "all_gather"])
 def test_a_layer_launches_what_is_planned(exchange: str) -> None:
     """Routing, exchange and counting, operator by operator; the host's seconds of a layer are counted by these."""

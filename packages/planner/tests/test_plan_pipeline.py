@@ -260,6 +260,7 @@ def test_a_host_also_issues_what_stages_send() -> None:
     assert with_calls.makespan > alone.makespan
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
 def test_gradients_of_the_stage_that_ends_last_are_summed_after_the_schedule(schedule: str) -> None:
     machine = replace(MACHINES["h200x8"], latency=1.0, collectives={}, launches=Launches.of_all(0.0))

@@ -62,6 +62,7 @@ def opt(layers: int, hidden: int, heads: int) -> nn.Module:
     return model
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("regime", ["A", "C"])
 def test_chunks_are_those_of_training(regime: str) -> None:
     zero = dict(stage=3, placement="cpu", regime=regime)
@@ -130,7 +131,7 @@ MEASURED: dict[str, tuple[dict[str, Any], float, float, float]] = {
 }
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", MEASURED)
 def test_predictions_are_near_what_was_measured(name: str) -> None:
     zero, seconds, gpu, host = MEASURED[name]
@@ -159,7 +160,7 @@ def test_activation_checkpointing_is_seen() -> None:
     assert whole.plan is not None and whole.plan.policy == "cuda"
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_ranks_share(stage: int) -> None:
     one = planned(dict(stage=stage, placement="cuda"))
@@ -348,6 +349,7 @@ def test_memory_table_says_where_the_rest_is() -> None:
     assert "host" in shown and "master weights" not in shown
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("parallel", "zero", "accumulate", "each"),
     [

@@ -106,6 +106,7 @@ def profiled(layout: str) -> tuple[Profiler, Profile]:
     return profiler, profiler.of(ParallelSpec.parse(parallel))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("parallel", "recompute", "accumulate"),
     [
@@ -132,6 +133,7 @@ def test_an_outlook_is_what_the_whole_plan_says(
     assert outlook.memory == pytest.approx(found.memory.total, rel=0.1)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("microbatches", [4, 16])
 def test_gradients_on_the_host_travel_with_every_microbatch(microbatches: int) -> None:
     """A pipeline whose state does not fit was taken to copy it once a step: seven times too fast with 16 micro-batches."""
@@ -283,7 +285,7 @@ def test_suggestions_fit_and_the_first_is_fastest() -> None:
 
 def test_a_mixture_is_spread_over_ranks() -> None:
     config = MoELlamaConfig(
-        vocab_size=512, hidden=256, layers=2, heads=4, kv_heads=2, ffn=512, experts=4, top_k=2, max_positions=128
+        vocab_size=512, hidden=256, layers=1, heads=4, kv_heads=2, ffn=512, experts=4, top_k=2, max_positions=128
     )
     found = suggest(lambda: Llama(config), machine(), batch_size=8, seq_len=128, ranks=2)
     families_seen = [one.candidate.family for one in found.options] + [one.family for one in found.rejected]

@@ -190,6 +190,7 @@ def test_compiled_is_eager_in_every_mode() -> None:
     run_on_ranks(4, compare_with_eager, MODES, timeout_s=300)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("shape", [(6, 4), (2, 3, 4), (2, 4)], ids=["m h", "b s h", "b h"])
 def test_a_token_of_a_split_sequence_has_its_own_fate(shape: tuple[int, ...]) -> None:
     """What a rank drops of its tokens 0, 3 and 4 is what a whole sequence drops there, compiled or not."""

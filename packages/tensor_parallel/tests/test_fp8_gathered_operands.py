@@ -16,6 +16,7 @@ def eager(graph: torch.fx.GraphModule, inputs: object) -> object:
     return graph.forward
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["rowwise", "rowwise_hp_dw", "tensorwise"])
 def test_a_compiled_backward_reads_what_is_gathered_after_the_forward(name: str) -> None:
     recipe = FP8_RECIPES[name]

@@ -486,6 +486,7 @@ def test_layers_are_the_serial_ones_on_two_ranks() -> None:
     run_on_ranks(2, run_trials, CASES[2], tuple(TRIALS), torch.float64)
 
 
+@pytest.mark.slow
 def test_layers_are_the_serial_ones_on_eight_ranks() -> None:
     trials = ("column", "row", "fused_qkv", "tied_embedding_and_head", "norms", "cross_entropy")
     run_on_ranks(8, run_trials, SOME, trials, torch.float64)

@@ -210,6 +210,7 @@ SOME = (
 )
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 def test_small_integers_come_out_exactly(dtype: torch.dtype) -> None:
     """Sums of small integers do not round, in whatever order: y, dx and dw have the serial bits (no factor 1/P)."""

@@ -100,7 +100,7 @@ def run_recorded(
 WORLDS = sorted({math.prod(axes.values()) for _, _, axes in cases()})
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("world", WORLDS)
 def test_recorded_is_planned(world: int) -> None:
     """Every mode and role, every lowering, whatever is kept: on the last rank of a world that is not there."""

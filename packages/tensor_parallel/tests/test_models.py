@@ -481,7 +481,7 @@ def own_modes(index: int, names: tuple[str, ...]) -> None:
         compare_language_model(LANGUAGE_MODELS[name], (OWN[index],), 4, VOCAB)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("index", range(len(OWN)), ids=[mode.name for mode, _ in OWN])
 def test_a_mode_of_ones_own(index: int) -> None:
     """One of two models each; the slow test has all."""

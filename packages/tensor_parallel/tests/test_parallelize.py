@@ -42,6 +42,7 @@ def at(axes: dict[str, int], rank: int = -1) -> Mesh:
     return Mesh(axes, rank=rank % size)
 
 
+@pytest.mark.few(15)
 @pytest.mark.parametrize(("mode", "axes"), WHERE, ids=[mode for mode, _ in WHERE])
 @pytest.mark.parametrize("name", MODELS)
 def test_parameters_are_blocks_that_know_their_place(name: str, mode: str, axes: dict[str, int]) -> None:
@@ -70,7 +71,7 @@ def test_parameters_are_blocks_that_know_their_place(name: str, mode: str, axes:
         assert parameter.is_leaf
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("mode", "axes"), WHERE, ids=[mode for mode, _ in WHERE])
 def test_the_blocks_of_all_ranks_are_the_model(mode: str, axes: dict[str, int]) -> None:
     """Every element of every parameter is on as many ranks as its placement says, and on no two blocks of them."""

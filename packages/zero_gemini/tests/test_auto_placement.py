@@ -103,6 +103,7 @@ def test_an_unknown_regime_is_refused() -> None:
     gemini.close()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_a_float64_model_is_planned_with_the_bytes_that_it_takes(accumulation: int) -> None:
     mesh, element = Mesh(dict(data=1)), torch.float64.itemsize

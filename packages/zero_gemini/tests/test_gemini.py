@@ -215,6 +215,7 @@ def test_accumulation_and_recomputation(stage: int) -> None:
     run_on_ranks(2, compare, stage, 1000, "adamw", 3, True, 0.5)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kind", [InPlace, InPlaceInside, Holders])
 def test_other_models(kind: type[Model]) -> None:
     run_on_ranks(2, compare, 3, 600, "adamw", 1, False, 0.5, kind)
@@ -246,6 +247,7 @@ def test_a_block_with_a_list_of_single_layers_is_one_unit() -> None:
     assert names == ["norm", "parts.0.norm", "parts.0.parts.0", "parts.0.parts.1", "parts.1.norm", "parts.1.parts.0"]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["sgd", "adagrad"])
 def test_any_elementwise_optimizer(name: str) -> None:
     run_on_ranks(2, compare, 3, 100_000, name, 2, False, 1e9)

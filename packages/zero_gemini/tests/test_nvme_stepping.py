@@ -362,6 +362,7 @@ def broken(monkeypatch: pytest.MonkeyPatch, call: str, after: int = 0) -> Iterat
         yield
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("after", [0, 1, 5, 11])
 @pytest.mark.parametrize("call", ["pwritev", "preadv"])
 def test_a_disk_that_breaks_stops_the_step_that_needs_it(

@@ -172,6 +172,7 @@ def compile_blocks(model: Model, how: str) -> None:
             model.blocks[number] = torch.compile(block, backend="aot_eager")  # type: ignore[assignment]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("how", ["in place", "wrapped"])
 def test_marks_of_compiled_blocks_are_in_no_graph(how: str) -> None:
     """Every traced step has marks of its own, and the timesteps of a model that is not compiled."""

@@ -99,6 +99,7 @@ def test_every_move_there_is(tmp_path: Path, dtype: torch.dtype, regime: str) ->
         assert same(made.bits(), plain.bits())
 
 
+@pytest.mark.few(2)
 @kinds
 @settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
