@@ -100,6 +100,12 @@ def test_a_row_does_not_see_its_neighbours() -> None:
     assert int(together[0][1]) == int(logits[1].argmax())
 
 
+def test_the_coldest_temperature_takes_the_likeliest_token() -> None:
+    logits = torch.tensor([[-3e4, 2.0, 3e4, 1.0]])
+    token, logprob = sample(logits, torch.zeros(1, dtype=torch.int64), sampling_rows([Sampling(temperature=1e-30)], CPU))
+    assert (token.item(), logprob.item()) == (2, 0.0)
+
+
 def test_seeds_and_positions_give_other_numbers() -> None:
     logits = torch.zeros(1, 1000).expand(64, -1)
     by_seed = sample(
@@ -118,6 +124,7 @@ def test_seeds_and_positions_give_other_numbers() -> None:
         (dict(max_new_tokens=0), "max_new_tokens=0"),
         (dict(temperature=-1.0), "temperature=-1.0"),
         (dict(temperature=float("nan")), "temperature=nan"),
+        (dict(temperature=1e-40), "temperature=1e-40: a number from 1e-30 up, or 0"),
         (dict(top_k=0), "top_k=0"),
         (dict(top_p=0.0), "top_p=0.0"),
         (dict(min_p=1.5), "min_p=1.5"),

@@ -26,6 +26,8 @@ from meshfold.tensor_parallel.few_rows import SplitWords
 
 _KEY, _WORD, _REQUEST = (key_of(f"meshfold.inference.{name}") for name in ("position", "word", "request"))
 _OFF = 1 << 30
+_COLDEST = 1e-30
+"""smallest temperature above 0: logits divided by a smaller one are infinite in float32"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,8 +61,8 @@ class Sampling:
 
     def __post_init__(self) -> None:
         settings.count("max_new_tokens", self.max_new_tokens)
-        if not 0.0 <= self.temperature < math.inf:
-            raise SpecError(f"temperature={self.temperature!r}: a number from 0 up; 0 takes the likeliest token")
+        if not (self.temperature == 0.0 or _COLDEST <= self.temperature < math.inf):
+            raise SpecError(f"temperature={self.temperature!r}: a number from {_COLDEST:g} up, or 0 for the likeliest token")
         if self.top_k is not None:
             settings.count("top_k", self.top_k)
         if not 0.0 < self.top_p <= 1.0:
