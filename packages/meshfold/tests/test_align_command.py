@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from meshfold.cli import main
-from meshfold.train.start import checkpoint_of
+from meshfold.train.start import checkpoint_of, settings_of
 
 SMALL = ["--model", "gpt-tiny", "--set", "layers=1", "hidden=16", "heads=2", "--lr", "1e-3", "--batch-size", "4"]
 
@@ -72,6 +72,13 @@ def test_from_completions_to_rewards(
     words = ["align", "sft", "--out", "sft", "--resume", "--steps", "5"]
     assert main(words) == 0
     assert [row["step"] for row in metrics(data / "sft")] == [1, 2, 3, 4, 5]
+
+
+def test_a_run_in_a_folder_with_the_name_of_another_trainer(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(data)
+    assert main(["align", "--out", "reward", "--data", "chats.jsonl", "--steps", "1", "sft", "--length", "12", *SMALL]) == 0
+    assert main(["align", "sft", "--resume", "--out", "reward", "--steps", "2"]) == 0
+    assert settings_of("reward")["trainer"] == "sft" and len(metrics(data / "reward")) == 2
 
 
 LIKE_SMALL = ["--model", "llama-tiny", "--set", "layers=1", "hidden=16", "heads=2", "kv_heads=1", "ffn=24"]

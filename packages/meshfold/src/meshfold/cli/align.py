@@ -119,7 +119,8 @@ def _train(arguments: argparse.Namespace, *, say: bool) -> int:
     out = Path(arguments.out)
     if say:
         out.mkdir(parents=True, exist_ok=True)
-        (out / _SETTINGS).write_text(json.dumps(arguments.argv), encoding="utf-8")
+        words = [arguments.trainer, *_without_trainer(arguments)]  # first, for what starts from this run
+        (out / _SETTINGS).write_text(json.dumps(words), encoding="utf-8")
         print(made.summary, flush=True)
         if arguments.gpu_memory is not None:
             print(trainer.phases, flush=True)
