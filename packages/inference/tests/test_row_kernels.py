@@ -6,6 +6,7 @@ import re
 import sys
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -227,6 +228,22 @@ def with_sums(model: nn.Module, **settings: Any) -> tuple[Generator, PlainSum]:
     plain = PlainSum(sums.group)
     sums.use(plain)
     return generator, plain
+
+
+def test_sums_of_products_have_a_memory_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A try of them that fails leaves epochs that differ. Of rows so long no two are summed by packets, so all else is equal."""
+    from meshfold.tensor_parallel.few_rows import one_shot_sums
+
+    made: dict[tuple[str, int], Any] = {}
+
+    def memory(group: Any, purpose: str, length: int, device: torch.device) -> Any:
+        return made.setdefault((purpose, length), SimpleNamespace(addresses=torch.zeros(2, dtype=torch.int64)))
+
+    monkeypatch.setattr(one_shot_sums, "peer_memory", memory)
+    monkeypatch.setattr(one_shot_sums, "_tried", lambda *_: "")
+    group: Any = SimpleNamespace(size=2, index=0)
+    sums = OneShot(group, 20480, torch.bfloat16, torch.device("meta"))
+    assert sums.packet_rows == 1 and sums.sends and len(made) == 3
 
 
 def fused_on_ranks(kinds: list[str]) -> list[Any]:

@@ -142,7 +142,8 @@ class OneShot:
         """
         columns, dtype = self._memory.columns, self._memory.dtype
         length = packet_bytes(rows, columns, dtype.itemsize, group.size)
-        found = peer_memory(group, f"packets of {rows} x {columns} {dtype}", length, device)
+        purpose = f"packets of {'products of ' * sends}{rows} x {columns} {dtype}"
+        found = peer_memory(group, purpose, length, device)
         if isinstance(found, str):
             return None, found
         self._peers.append(found)
