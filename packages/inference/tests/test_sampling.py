@@ -102,7 +102,9 @@ def test_a_row_does_not_see_its_neighbours() -> None:
 
 def test_the_coldest_temperature_takes_the_likeliest_token() -> None:
     logits = torch.tensor([[-3e4, 2.0, 3e4, 1.0]])
-    token, logprob = sample(logits, torch.zeros(1, dtype=torch.int64), sampling_rows([Sampling(temperature=1e-30)], CPU))
+    token, logprob = sample(
+        logits, torch.zeros(1, dtype=torch.int64), sampling_rows([Sampling(temperature=1e-30)], CPU)
+    )
     assert (token.item(), logprob.item()) == (2, 0.0)
 
 

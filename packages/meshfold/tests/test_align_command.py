@@ -76,7 +76,10 @@ def test_from_completions_to_rewards(
 
 def test_a_run_in_a_folder_with_the_name_of_another_trainer(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(data)
-    assert main(["align", "--out", "reward", "--data", "chats.jsonl", "--steps", "1", "sft", "--length", "12", *SMALL]) == 0
+    assert (
+        main(["align", "--out", "reward", "--data", "chats.jsonl", "--steps", "1", "sft", "--length", "12", *SMALL])
+        == 0
+    )
     assert main(["align", "sft", "--resume", "--out", "reward", "--steps", "2"]) == 0
     assert settings_of("reward")["trainer"] == "sft" and len(metrics(data / "reward")) == 2
 

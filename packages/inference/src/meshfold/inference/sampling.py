@@ -62,7 +62,9 @@ class Sampling:
     def __post_init__(self) -> None:
         settings.count("max_new_tokens", self.max_new_tokens)
         if not (self.temperature == 0.0 or _COLDEST <= self.temperature < math.inf):
-            raise SpecError(f"temperature={self.temperature!r}: a number from {_COLDEST:g} up, or 0 for the likeliest token")
+            raise SpecError(
+                f"temperature={self.temperature!r}: a number from {_COLDEST:g} up, or 0 for the likeliest token"
+            )
         if self.top_k is not None:
             settings.count("top_k", self.top_k)
         if not 0.0 < self.top_p <= 1.0:
