@@ -306,6 +306,9 @@ class Halves:
 
     def made_later(self, tracker: Tracker, module: nn.Module, given: Tensor, shape: tuple[int, ...]) -> None: ...
 
+    def summed_later(self, tracker: Tracker, module: nn.Module, given: Tensor, layout: Any) -> tuple[str, ...]:
+        return ()
+
     def communicates(self, module: nn.Module) -> bool:
         return False
 

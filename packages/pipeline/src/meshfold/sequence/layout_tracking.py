@@ -67,6 +67,12 @@ class ShardedSequenceLayout:
     def made_later(self, found: Tracker, module: nn.Module, given: Tensor, shape: tuple[int, ...]) -> None:
         """Never called: no module of a model communicates."""
 
+    def summed_later(
+        self, found: Tracker, module: nn.Module, given: Tensor, layout: tuple[Dim, ...]
+    ) -> tuple[str, ...]:
+        """Never called, either."""
+        return ()
+
     def communicates(self, module: nn.Module) -> bool:
         """Return True if a module is a loss that knows that its labels are sharded."""
         return bool(getattr(module, "causal_lm_loss", False))

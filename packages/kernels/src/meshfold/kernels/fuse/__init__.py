@@ -27,8 +27,19 @@ from meshfold.kernels.fuse.norms import Norm, find_norms, fuse_norms, offered_no
 from meshfold.kernels.fuse.replaced import Replaced, is_compiled
 from meshfold.kernels.fuse.residual import fuse_residuals
 from meshfold.kernels.fuse.rotary import fuse_rotary
+from meshfold.kernels.fuse.split_rows import SplitRows
 
-__all__ = ["RULES", "DeferredLogits", "FusedModel", "LazyLogits", "Norm", "fuse", "is_compiled", "leaves_out_logits"]
+__all__ = [
+    "RULES",
+    "DeferredLogits",
+    "FusedModel",
+    "LazyLogits",
+    "Norm",
+    "SplitRows",
+    "fuse",
+    "is_compiled",
+    "leaves_out_logits",
+]
 
 RULES: Mapping[str, str] = {
     "norm": "RMSNorm or LayerNorm in one launch",

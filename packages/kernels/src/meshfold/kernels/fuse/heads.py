@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol, TypeGuard, runtime_checkable
 
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from meshfold.kernels.fuse.logits import LazyLogits, Operands
 from meshfold.kernels.fuse.replaced import candidates, own_forward, watcher
+from meshfold.kernels.fuse.split_rows import SplitRows
 from meshfold.kernels.inputs import is_autocast
 from meshfold.kernels.logit_chunks import VocabularyShard
 
@@ -115,8 +116,23 @@ class DeferrableHead(Protocol):
     def loss_operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return rows ``m k``, weight ``v k`` and bias ``v`` whose product the logits are, each with its gradient."""
 
+    @property
+    def makes_block(self) -> bool:
+        """Tell whether a loss is computed from this rank's block of logits, because the product is no local matmul."""
+
+    def ungathered(self) -> AbstractContextManager[None]:
+        """Return the context in which the layer's forward returns that block."""
+
+    def losses_of_block(
+        self, block: Tensor, target: Tensor, ignore_index: int, label_smoothing: float, z_loss: float
+    ) -> Tensor:
+        """Return the loss of each row, ``m``, of a block ``m v`` and its rows' targets ``m``; 0 where one does not count."""
+
     def gathered_words(self) -> VocabularyShard | None:
         """Return this rank's words if the output of this call is gathered, so that every rank has all of them; else None."""
+
+    def gathered_rows(self, x: Tensor) -> SplitRows | None:
+        """Return the rows of logits of ``x`` if this call gathers rows, too, of which ranks have different ones; else None."""
 
 
 class Head:
@@ -165,8 +181,27 @@ class Head:
             return self._deferrable.logits_shape(x)
         return (*x.shape[:-1], self._layer.out_features)
 
-    def operands(self, x: Tensor) -> Operands:
-        """Return rows ``m k``, weight ``v k`` and bias ``v`` whose product the logits are; only within :meth:`loss`."""
+    @property
+    def makes_block(self) -> bool:
+        """Tell whether :meth:`loss` gives this rank's block of logits instead of operands."""
+        return self._deferrable is not None and self._deferrable.makes_block
+
+    def losses_of_block(
+        self, block: Tensor, target: Tensor, ignore_index: int, label_smoothing: float, z_loss: float
+    ) -> Tensor:
+        """Return the loss of each row, ``m``, of such a block ``m v``."""
+        assert self._deferrable is not None  # it made the block
+        return self._deferrable.losses_of_block(block, target, ignore_index, label_smoothing, z_loss)
+
+    def operands(self, x: Tensor) -> Operands | Tensor:
+        """Return rows ``m k``, weight ``v k`` and bias ``v`` whose product the logits are, or a block of these, ``m v``.
+
+        Only within :meth:`loss`.
+        """
+        if self._deferrable is not None and self._deferrable.makes_block:
+            with self._deferrable.ungathered():
+                block: Tensor = self._kind.forward(self._layer, x)
+            return block.reshape(-1, block.shape[-1])
         if self._deferrable is not None:
             return self._deferrable.loss_operands(x)
         return x.reshape(-1, x.shape[-1]), self._layer.weight, self._layer.bias
@@ -195,14 +230,19 @@ class Head:
         """Return the logits of ``x``, which are computed when they are needed; None if they must be computed at once."""
         shape, watched = self.shape(x), watcher()
         layout = () if watched is None else watched.layout_later(self._layer, x, shape)
-        return None if layout is None else LazyLogits.make(self, x, shape, self._layer.weight.dtype, (), layout)
+        if layout is None:
+            return None
+        split = None if self._deferrable is None else self._deferrable.gathered_rows(x)
+        if split is not None and watched is not None and layout:
+            watched.gathered_later(self._layer, x, split.numbers, layout)
+        return LazyLogits.make(self, x, shape, self._layer.weight.dtype, (), layout, split=split)
 
     def logits(self, x: Tensor) -> Tensor:
         """Return what the layer makes of ``x``."""
         found: Tensor = self._kind.__call__(self._layer, x)
         return found
 
-    def loss(self, x: Tensor, loss: Callable[[Operands], Tensor]) -> Tensor:
+    def loss(self, x: Tensor, loss: Callable[[Operands | Tensor], Tensor]) -> Tensor:
         """Call the layer on ``x`` for a loss: ``loss(operands)`` is run as the layer's forward, between its hooks."""
         self.losses += 1
         self._loss = lambda rows: loss(self.operands(rows))

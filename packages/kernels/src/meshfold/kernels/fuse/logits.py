@@ -7,16 +7,17 @@ their gradient if the head was called with gradients enabled, wherever they are 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
+from meshfold.kernels.fuse.logit_operations import FACTS, HANDLERS, PROPERTIES
 from meshfold.kernels.fuse.replaced import watcher
+from meshfold.kernels.fuse.split_rows import SplitRows
 from meshfold.kernels.fuse.view_family import ViewFamily, writes
+from meshfold.kernels.inputs import compute_dtype
 from meshfold.kernels.linear_cross_entropy import (
     Reduction,
     VocabularyShard,
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from meshfold.kernels.fuse.heads import Head
 
 Operands = tuple[Tensor, Tensor, Tensor | None]
+Loss = Callable[[Operands | Tensor, Tensor], Tensor]  # of a head's operands, or its block of logits, and targets
 Change = tuple[str, Any]  # "cast" with a dtype, "scale" with a number, "tanh" with None
 
 
@@ -36,6 +38,9 @@ class LazyLogits(Tensor):
 
     head: Head
     rows: Tensor  # ``... k``: the head's input
+    gathered: SplitRows | None  # where the head gathers rows; None: it makes logits of the rows that it is given
+    numbers: Tensor | None  # ``... 1``: of these logits among all rows, where the head gathers them
+    views: tuple[Callable[[Tensor], Tensor], ...]  # from the rows of the head's output to those of these logits, there
     made_in: int  # number of the head's context
     records: bool  # made with gradients enabled
     family: ViewFamily  # views of the same logits
@@ -55,8 +60,9 @@ class LazyLogits(Tensor):
         tracked_dims: tuple[Any, ...],
         records: bool = True,
         family: ViewFamily | None = None,
+        split: SplitRows | None = None,
     ) -> LazyLogits:
-        """Return the logits of rows ``... k`` as ``... v``."""
+        """Return the logits of rows ``... k`` as ``... v``; ``split``: how the rows lie of a head that gathers them."""
         records = records and torch.is_grad_enabled()
         made: LazyLogits = torch.Tensor._make_wrapper_subclass(
             LazyLogits,
@@ -68,6 +74,7 @@ class LazyLogits(Tensor):
         made.head, made.rows, made.changes, made.finish, made._computed = head, rows, changes, (), None
         made.made_in, made.tracked_dims = head.closed, tracked_dims
         made.records, made.family = records, family or ViewFamily(rows)
+        made.gathered, made.numbers, made.views = split, None if split is None else split.numbers, ()
         return made
 
     def values(self) -> Tensor:
@@ -88,20 +95,34 @@ class LazyLogits(Tensor):
             found = self.head.logits(rows)
         else:
             found = watched.logits_of(rows, self.shape[-1], lambda: self.head.logits(rows))
+        for view in self.views:
+            found = view(found)
         for what, by in self.changes:
             found = found.to(by) if what == "cast" else found * by if what == "scale" else found.tanh()
         for finish in self.finish:
             found = finish(found)
         return found
 
-    def _loss(self, target: Tensor, kept: int | None, loss: Callable[[Operands], Tensor]) -> Tensor:
-        """Run a loss with the head."""
-        watched, rows = watcher(), self.rows
+    def _loss(self, target: Tensor, ignore_index: int, kept: int | None, loss: Loss) -> Tensor:
+        """Run a loss with the head; ``kept``: as for :meth:`Watcher.loss_of`."""
+        watched, split, numbers = watcher(), self.gathered, self.numbers
         self.family.check_views(self.head.name)
+        if split is None or numbers is None:
+            rows, parts = self.rows, None
+
+            def run() -> Tensor:
+                return self.head.loss(rows, lambda operands: loss(operands, target))
+
+        else:
+            rows, parts = numbers, split.numbers
+
+            def run() -> Tensor:
+                labels = split.labels(numbers, target, ignore_index)
+                found = self.head.loss(self.rows, lambda operands: loss(operands, labels))
+                return split.add_up(found) if kept is None else split.of_rows(numbers, found)
+
         with torch.set_grad_enabled(self.records and torch.is_grad_enabled()):
-            if watched is None:
-                return self.head.loss(rows, loss)
-            return watched.loss_of(rows, target, kept, lambda: self.head.loss(rows, loss))
+            return run() if watched is None else watched.loss_of(rows, target, kept, run, parts)
 
     def _check_open(self) -> None:
         """Raise a RuntimeError if the head's context has ended, since its weights may have changed, or its input has."""
@@ -126,6 +147,12 @@ class LazyLogits(Tensor):
 
     def of_rows(self, take: Callable[[Tensor], Tensor]) -> LazyLogits | None:
         """Return the logits of the rows that ``take`` selects, with the same changes; None if rows differ in their changes."""
+        if self.numbers is not None:
+            numbers = take(self.numbers)
+            shape = (*numbers.shape[:-1], self.shape[-1])
+            made = self._like(self.rows, shape, self.dtype, self.changes, self.family)
+            made.numbers, made.views = numbers, (*self.views, take)
+            return made
         if self.rows.shape[:-1] != self.shape[:-1]:
             return None  # a sharded layer has other rows in its output than in its input
         rows = take(self.rows)
@@ -139,8 +166,10 @@ class LazyLogits(Tensor):
         changes: tuple[Change, ...],
         family: ViewFamily | None = None,
     ) -> LazyLogits:
-        made = LazyLogits.make(self.head, rows, shape, dtype, changes, self.tracked_dims, self.records, family)
-        made.made_in = self.made_in
+        made = LazyLogits.make(
+            self.head, rows, shape, dtype, changes, self.tracked_dims, self.records, family, self.gathered
+        )
+        made.made_in, made.numbers, made.views = self.made_in, self.numbers, self.views
         return made
 
     def cap(self) -> tuple[float, float]:
@@ -179,24 +208,35 @@ class LazyLogits(Tensor):
         self._check_open()
         scale, softcap = self.cap()
         words = vocabulary or self.head.gathered_words()
+        split = self.gathered is not None
 
-        def loss(operands: Operands) -> Tensor:
+        def loss(operands: Operands | Tensor, targets: Tensor) -> Tensor:
+            block = isinstance(operands, Tensor)
+            weights = None
+            if reduction == "mean" and (split or block):  # over the rows of all ranks
+                counted = (target != ignore_index).sum().clamp(min=1)
+                weights = counted.to(compute_dtype(self.rows)).reciprocal().expand(targets.shape)
+            if isinstance(operands, Tensor):
+                logits = operands * scale if not softcap else softcap * torch.tanh(operands * (scale / softcap))
+                each = self.head.losses_of_block(logits, targets, ignore_index, label_smoothing, z_loss)
+                return each if reduction == "none" else (each if weights is None else each * weights).sum()
             rows, weight, bias = operands
             return linear_cross_entropy(
                 rows,
                 weight,
-                target,
+                targets,
                 bias,
                 ignore_index=ignore_index,
                 scale=scale,
                 softcap=softcap,
                 label_smoothing=label_smoothing,
                 z_loss=z_loss,
-                reduction=reduction,
+                reduction="sum" if weights is not None else reduction,
+                row_weights=weights,
                 vocabulary=words,
             )
 
-        return self._loss(target, 0 if reduction == "none" else None, loss)
+        return self._loss(target, ignore_index, 0 if reduction == "none" else None, loss)
 
     def log_probs(
         self,
@@ -217,20 +257,21 @@ class LazyLogits(Tensor):
             vocabulary: the words of the head where ranks share them.
 
         Returns:
-            ``1 m``, or ``2 m`` with the entropies second; None for a soft cap under a temperature, which must be computed.
+            ``1 m``, or ``2 m`` with the entropies second; None for a soft cap under a temperature and for a head that makes a block
+            of logits, which must be computed.
         """
         self._check_open()
         scale, softcap = self.cap()
-        if softcap and temperature != 1.0:
+        if (softcap and temperature != 1.0) or self.head.makes_block:
             return None
         words = vocabulary or self.head.gathered_words()
 
-        def found(operands: Operands) -> Tensor:
+        def found(operands: Operands | Tensor, targets: Tensor) -> Tensor:
             rows, weight, bias = operands
             logs, entropies = linear_log_probs(
                 rows,
                 weight,
-                target,
+                targets,
                 bias,
                 ignore_index=ignore_index,
                 scale=scale / temperature,
@@ -240,7 +281,7 @@ class LazyLogits(Tensor):
             )
             return torch.stack([logs] if entropies is None else [logs, entropies])
 
-        return self._loss(target, 2 if entropy else 1, found)
+        return self._loss(target, ignore_index, 2 if entropy else 1, found)
 
     @classmethod
     def __torch_function__(
@@ -248,11 +289,11 @@ class LazyLogits(Tensor):
     ) -> Any:
         given = kwargs or {}
         first = args[0] if args else None
-        if func in _FACTS or getattr(func, "__self__", None) in _PROPERTIES:
+        if func in FACTS or getattr(func, "__self__", None) in PROPERTIES:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **given)
         if isinstance(first, LazyLogits) and first._computed is None and not first.finish:
-            handler = _HANDLERS.get(func)
+            handler = HANDLERS.get(func)
             if handler is not None and (found := handler(first, *args[1:], **given)) is not None:
                 return found
         args, given = torch.utils._pytree.tree_map_only(LazyLogits, LazyLogits.values, (args, given))
@@ -279,171 +320,3 @@ class LazyLogits(Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.values().__reduce_ex__(protocol)
-
-
-# Functions and properties that need no values.
-_FACTS = {
-    Tensor.size,
-    Tensor.dim,
-    Tensor.numel,
-    Tensor.nelement,
-    Tensor.is_floating_point,
-    Tensor.is_complex,
-    Tensor.__len__,
-    Tensor.element_size,
-    Tensor.get_device,
-    Tensor.is_contiguous,
-    torch.is_floating_point,
-    torch.numel,
-    torch.is_complex,
-}
-_PROPERTIES = tuple(
-    getattr(Tensor, name)
-    for name in (
-        "shape",
-        "dtype",
-        "device",
-        "ndim",
-        "requires_grad",
-        "is_cuda",
-        "is_meta",
-        "is_cpu",
-        "is_leaf",
-        "layout",
-        "is_sparse",
-        "is_quantized",
-        "is_nested",
-        "itemsize",
-        "nbytes",
-    )
-)
-
-
-def _cast(logits: LazyLogits, dtype: Any = None, *rest: Any, **given: Any) -> LazyLogits | None:
-    """``Tensor.to`` and ``Tensor.type`` with only a dtype."""
-    if rest or set(given) - {"dtype"}:
-        return None
-    dtype = given.get("dtype", dtype)
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        return None
-    return logits if dtype == logits.dtype else logits.changed("cast", dtype)
-
-
-def _cast_to(dtype: torch.dtype) -> Callable[..., LazyLogits | None]:
-    return lambda logits, *args, **given: None if args or given else _cast(logits, dtype)
-
-
-def _view(logits: LazyLogits, *shape: Any, **given: Any) -> LazyLogits | None:
-    """``Tensor.view`` and ``reshape`` that keep the last dim."""
-    if given:
-        return None
-    sizes = shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
-    if isinstance(sizes, torch.dtype) or not sizes or len(sizes) < 2:
-        return None
-    words, lead = logits.shape[-1], [int(size) for size in sizes[:-1]]
-    count = math.prod(logits.shape[:-1])
-    if lead.count(-1) == 1 and sizes[-1] == words:
-        known = math.prod(size for size in lead if size != -1)
-        if not known or count % known:
-            return None
-        lead[lead.index(-1)] = count // known
-    elif sizes[-1] not in (-1, words) or -1 in lead:
-        return None
-    if math.prod(lead) != count:
-        return None
-    return logits.of_rows(lambda rows: rows.reshape(*lead, rows.shape[-1]))
-
-
-def _flatten(logits: LazyLogits, start_dim: int = 0, end_dim: int = -1) -> LazyLogits | None:
-    ndim = logits.ndim
-    start, end = start_dim % ndim, end_dim % ndim
-    return None if end >= ndim - 1 else logits.of_rows(lambda rows: rows.flatten(start, end))
-
-
-def _index(logits: LazyLogits, index: Any) -> LazyLogits | None:
-    """Slices of the rows; the vocabulary stays whole."""
-    entries = index if isinstance(index, tuple) else (index,)
-    if not all(entry is Ellipsis or isinstance(entry, slice) for entry in entries):
-        return None
-    if Ellipsis in entries:
-        at = entries.index(Ellipsis)
-        middle = (slice(None),) * (logits.ndim - len(entries) + 1)
-        entries = (*entries[:at], *middle, *entries[at + 1 :])
-    if len(entries) == logits.ndim:
-        last = entries[-1]
-        if last not in (
-            slice(None),
-            slice(0, None),
-            slice(None, logits.shape[-1]),
-            slice(0, logits.shape[-1]),
-        ):
-            return None
-        entries = entries[:-1]
-    return logits.of_rows(lambda rows: rows[entries])
-
-
-def _same(logits: LazyLogits, **given: Any) -> LazyLogits | None:
-    return None if given else logits
-
-
-def _times(logits: LazyLogits, other: Any) -> LazyLogits | None:
-    return logits.changed("scale", float(other)) if isinstance(other, int | float) else None
-
-
-def _over(logits: LazyLogits, other: Any) -> LazyLogits | None:
-    return logits.changed("scale", 1.0 / other) if isinstance(other, int | float) and other else None
-
-
-def _tanh(logits: LazyLogits) -> LazyLogits | None:
-    return logits.changed("tanh", None) if not any(what == "tanh" for what, _ in logits.changes) else None
-
-
-def _cross_entropy(
-    input: LazyLogits,
-    target: Tensor,
-    weight: Tensor | None = None,
-    size_average: bool | None = None,
-    ignore_index: int = -100,
-    reduce: bool | None = None,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-) -> Tensor | None:
-    if weight is not None or size_average is not None or reduce is not None or input.head.is_followed:
-        return None
-    if input.ndim != 2 or target.ndim != 1 or target.is_floating_point():
-        return None
-    if target.shape[0] != input.shape[0] or reduction not in ("mean", "sum", "none"):
-        return None  # torch raises its own error
-    return input.cross_entropy(
-        target,
-        ignore_index=ignore_index,
-        reduction=reduction,  # checked
-        label_smoothing=label_smoothing,
-    )
-
-
-_HANDLERS: dict[Any, Callable[..., Any]] = {
-    Tensor.float: _cast_to(torch.float32),
-    Tensor.double: _cast_to(torch.float64),
-    Tensor.half: _cast_to(torch.float16),
-    Tensor.bfloat16: _cast_to(torch.bfloat16),
-    Tensor.to: _cast,
-    Tensor.type: _cast,
-    Tensor.view: _view,
-    Tensor.reshape: _view,
-    torch.reshape: _view,
-    Tensor.flatten: _flatten,
-    torch.flatten: _flatten,
-    Tensor.contiguous: _same,
-    Tensor.__getitem__: _index,
-    Tensor.mul: _times,
-    Tensor.__mul__: _times,
-    Tensor.__rmul__: _times,
-    torch.mul: _times,
-    Tensor.div: _over,
-    Tensor.__truediv__: _over,
-    torch.div: _over,
-    Tensor.tanh: _tanh,
-    torch.tanh: _tanh,
-    F.cross_entropy: _cross_entropy,
-}

@@ -128,10 +128,19 @@ class Watcher(Protocol):
     def logits_of(self, rows: Tensor, words: int, run: Callable[[], Tensor]) -> Tensor:
         """Return the logits ``... v`` that ``run`` computes of rows ``... k``."""
 
-    def loss_of(self, rows: Tensor, target: Tensor, kept: int | None, run: Callable[[], Tensor]) -> Tensor:
+    def gathered_later(self, head: nn.Module, x: Tensor, numbers: Tensor, layout: tuple[Any, ...]) -> None:
+        """Note the numbers ``... 1`` of the rows that a head gathers for logits of ``x`` with a layout of :meth:`layout_later`."""
+
+    def loss_of(
+        self, rows: Tensor, target: Tensor, kept: int | None, run: Callable[[], Tensor], parts: Tensor | None = None
+    ) -> Tensor:
         """Return the loss that ``run`` computes of rows ``m k`` and targets ``m``.
 
-        ``kept``: None for a sum over rows; else the number of results of a row, stacked in front of them (0: not stacked).
+        Args:
+            rows, target: the operands; rows that a head gathers are given by their numbers, ``m 1``.
+            kept: None for a sum over rows; else the number of results of a row, stacked in front of them (0: not stacked).
+            run: computes the loss.
+            parts: the numbers of all rows that the head gathers.
         """
 
 

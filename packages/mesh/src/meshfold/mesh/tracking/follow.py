@@ -102,16 +102,21 @@ class Tracker(TorchDispatchMode):
         made_later: Callable[
             [Tracker, nn.Module, Tensor, tuple[int, ...]], Dims | None
         ] = lambda tracker, module, x, shape: None,
+        summed_later: Callable[
+            [Tracker, nn.Module, Tensor, Dims], Iterable[str]
+        ] = lambda tracker, module, x, layout: (),
     ) -> None:
         """Args:
         module, remedy: see above.
         parameter_dims: returns the layout of a parameter that is sharded; None for one that is whole.
         reads_shapes: returns True for a module that reads nothing but the shape of a floating-point input.
         made_later: returns the layout of the logits that a head will make; None if it must make them at once.
+        summed_later: returns the axes along which ranks have parts of the gradient of such logits, which its head sums.
         """
         super().__init__()  # type: ignore[no-untyped-call]
         self.records, self.rows = Records(parameter_dims, waiting=True), Rows(_RULES)
-        self.module, self.remedy, self._reads_shapes, self._made_later = module, remedy, reads_shapes, made_later
+        self.module, self.remedy, self._reads_shapes = module, remedy, reads_shapes
+        self._made_later, self._summed_later = made_later, summed_later
         self.token_split: Split | None = None
         self.local_tokens = 0
         self.inferred: int | None = None
@@ -178,13 +183,22 @@ class Tracker(TorchDispatchMode):
             run() if self.is_off else self.as_one("linear", [rows], lambda: (*self.dims(rows)[:-1], whole(words)), run)
         )
 
-    def loss_of(self, rows: Tensor, target: Tensor, kept: int | None, run: Callable[[], Tensor]) -> Tensor:
+    def gathered_later(self, head: nn.Module, x: Tensor, numbers: Tensor, layout: Dims) -> None:
+        """Note the numbers ``... 1`` of the rows that a head gathers for logits of ``x`` with a layout."""
+        self.mark(numbers, (*layout[:-1], whole(1)))
+        self.records.vary([numbers])
+        self.records.sum_over([numbers], self._summed_later(self, head, x, layout))
+
+    def loss_of(
+        self, rows: Tensor, target: Tensor, kept: int | None, run: Callable[[], Tensor], parts: Tensor | None = None
+    ) -> Tensor:
         """Run a head and its loss on rows ``m k`` and targets ``m``.
 
         Args:
-            rows, target: the operands.
+            rows, target: the operands; rows that a head gathers are given by their numbers, ``m 1``.
             kept: None for a sum over rows; else the number of results of a row, stacked in front of them (0: not stacked).
             run: runs both.
+            parts: the numbers of all rows that the head gathers: ranks have parts of their gradient.
 
         Raises:
             LayoutError: if rows and targets are split in different ways, or something else than tokens is summed.
@@ -200,7 +214,10 @@ class Tracker(TorchDispatchMode):
             if self.is_off:
                 with self.untracked():
                     return run()
-            return self.as_one("cross_entropy", [rows, target], found, run, rows=False)
+            out = self.as_one("cross_entropy", [rows, target], found, run, rows=False)
+            if parts is not None and (summed := self.records.summed(parts)):
+                self.records.sum_over([out], summed)
+            return out
         finally:
             self.makes_loss = False
 

@@ -7,7 +7,7 @@ gradients or not).
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from typing import Any, Protocol, Self
@@ -64,6 +64,9 @@ class TrackingHooks(Protocol):
 
     def made_later(self, tracker: Tracker, module: nn.Module, given: Tensor, shape: tuple[int, ...]) -> Dims | None:
         """Return the layout of a result of a shape that such a module will make later; None if it must make it at once."""
+
+    def summed_later(self, tracker: Tracker, module: nn.Module, given: Tensor, layout: Dims) -> Iterable[str]:
+        """Return the axes along which ranks have parts of the gradient of such a result, which the module sums."""
 
     def remedy(self, name: str, axes: tuple[str, ...]) -> str:
         """Return what to write instead of code that mixes pieces over these axes, in a module of this name; empty if unknown."""
@@ -171,6 +174,13 @@ def _made_later(
     return (*dims[:-1], whole(shape[-1])) if is_whole(dims[-1]) else None
 
 
+def _summed_later(
+    hooks: Sequence[TrackingHooks], tracker: Tracker, head: nn.Module, x: Tensor, layout: Dims
+) -> Iterable[str]:
+    """Return the axes along which ranks have parts of the gradient of the logits that a head will make."""
+    return next((each.summed_later(tracker, head, x, layout) for each in hooks if each.communicates(head)), ())
+
+
 _DEEP = 6
 """Levels of nesting to which tensors are looked for in other arguments, such as caches"""
 _PLAIN, _MODELS = ("builtins", "torch", "collections", "meshfold."), "meshfold.models"
@@ -189,6 +199,7 @@ class TrackedForward:
             parameter_dims=running.parameter_dims,
             reads_shapes=lambda module: any(one.reads_shapes(module) for one in hooks),
             made_later=partial(_made_later, hooks),
+            summed_later=partial(_summed_later, hooks),
         )
         self._untracked: AbstractContextManager[Any] = nullcontext()  # around a module that communicates
         self._open = ExitStack()

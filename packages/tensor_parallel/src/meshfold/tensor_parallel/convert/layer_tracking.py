@@ -17,6 +17,7 @@ from meshfold.tensor_parallel.convert.layer_rules import rule_of
 from meshfold.tensor_parallel.convert.stream_layout import spanning_axes
 from meshfold.tensor_parallel.layers.base import OnMesh
 from meshfold.tensor_parallel.layers.embedding import PositionEmbedding
+from meshfold.tensor_parallel.layers.linear import Linear
 from meshfold.tensor_parallel.modes import Mode
 
 
@@ -101,7 +102,12 @@ class LayerTracking(OnMesh):
         except LayoutError:
             return None  # the module's call says so again
         moved = shape[:-1] == given.shape[:-1] and dims[:-1] != found.dims(given)[:-1]
-        return None if moved or summed else dims
+        gathers = isinstance(module, Linear) and module.gather_output
+        return None if moved or (summed and not gathers) else dims
+
+    def summed_later(self, found: Tracker, module: nn.Module, given: Tensor, layout: Dims) -> set[str]:
+        """Return the axes along which ranks have parts of the gradient of logits that wait for their loss."""
+        return self._summed_in(found, module, given, layout)
 
     def remedy(self, name: str, axes: tuple[str, ...]) -> str:
         """Return advice: keep the module whole, or split something else."""

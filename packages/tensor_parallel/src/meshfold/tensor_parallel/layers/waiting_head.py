@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from meshfold.kernels import VocabularyShard
+from meshfold.kernels.fuse import SplitRows
 from meshfold.mesh import Mesh, metadata
+from meshfold.mesh.collectives import bind_collect, bind_leave, take_block
+from meshfold.tensor_parallel.layers.base import BatchShape
 from meshfold.tensor_parallel.layers.input_adapters import InputAdapter, as_given, flattened
-from meshfold.tensor_parallel.layers.vocabulary import shard_of
+from meshfold.tensor_parallel.layers.loss import losses_of_rows
+from meshfold.tensor_parallel.layers.vocabulary import checked, shard_of
 from meshfold.tensor_parallel.matmul import bind_enter_operand, lead_shape
 from meshfold.tensor_parallel.plan import MatmulPlan
 
@@ -19,7 +25,7 @@ from meshfold.tensor_parallel.plan import MatmulPlan
 class WaitingHead:
     """Part of a sharded linear layer: its logits may wait for their loss if it is a head.
 
-    Logits that the layer gathers may wait, too: every rank has them whole, and computes their loss from its own words.
+    Logits that the layer gathers may wait, too: every rank has them whole, and computes their loss from its own rows and words.
     """
 
     mesh: Mesh
@@ -30,6 +36,7 @@ class WaitingHead:
     out_features: int
     weight: nn.Parameter
     bias: nn.Parameter | None
+    _batch: BatchShape | None
     _sum_weight: Callable[[Tensor], Tensor]
 
     if TYPE_CHECKING:
@@ -45,21 +52,39 @@ class WaitingHead:
         return self.role in ("head", "tied_head")
 
     def defers_logits(self) -> bool:
-        """Return True if the loss of this call can be computed with the layer: its product is one local matmul."""
+        """Return True if the loss of this call can be computed with the layer.
+
+        Its product is one local matmul, or it gathers the output: a block of this is enough for the loss.
+        """
         return (
             self.makes_logits
-            and self.stored == "nk"
-            and not (self.gather_output and self._rows_split)
             and self.input_adapter in (as_given, flattened)
-            and not self.plan.extras("y")
-            and not self.plan.sums("y")
+            and (self.gather_output or not self.makes_block)
         )
 
     @property
-    def _rows_split(self) -> bool:
-        """Return True if ranks have different rows of the input or the output."""
-        plan = self.plan
-        return self.mesh.size(*plan.x[plan.m], *plan.y[plan.m]) > 1
+    def makes_block(self) -> bool:
+        """Return True if the product is no local matmul: ranks sum parts of it, or exchange them, before they have logits."""
+        return self.stored != "nk" or bool(self.plan.extras("y")) or bool(self.plan.sums("y"))
+
+    @contextmanager
+    def ungathered(self) -> Iterator[None]:
+        """Context manager: forward returns this rank's block of the output."""
+        batch, self._batch = self._batch, None
+        try:
+            yield
+        finally:
+            self._batch = batch
+
+    def losses_of_block(
+        self, block: Tensor, target: Tensor, ignore_index: int, label_smoothing: float, z_loss: float
+    ) -> Tensor:
+        """Return the loss of each row, ``m``, of this rank's block ``m v`` and its rows' targets; 0 where one does not count."""
+        mesh, words = self.mesh, self.plan.y[self.plan.n]
+        settings = (words, self.out_features, ignore_index, label_smoothing, z_loss)
+        losses = mesh.once(("losses of rows", *settings), lambda: losses_of_rows(mesh, *settings))
+        found: Tensor = losses.apply(block, target)
+        return found
 
     def gathered_words(self) -> VocabularyShard | None:
         """Return this rank's words if this call gathers its output; else None."""
@@ -67,18 +92,39 @@ class WaitingHead:
             return None
         return shard_of(self.mesh, self.plan.y[self.plan.n], self.own_words, self.out_features)
 
+    def gathered_rows(self, x: Tensor) -> SplitRows | None:
+        """Return the rows of logits of ``x``, ``.. k``, if this call gathers them; None if every rank has them all."""
+        mesh, plan = self.mesh, self.plan
+        if not self.gather_output or mesh.size(*plan.x[plan.m], *plan.y[plan.m]) == 1:
+            return None
+        tokens, shape = plan.y[plan.m], self.logits_shape(x)
+        count = math.prod(shape[:-1])
+
+        def targets(labels: Tensor, ignore_index: int) -> Tensor:
+            return take_block(checked(labels, self.out_features, "label", ignore_index), mesh, 0, tokens)
+
+        return SplitRows(
+            numbers=torch.arange(count, device=x.device).view(*shape[:-1], 1),
+            targets=targets,
+            add_up=bind_leave(mesh, tokens),
+            collect=bind_collect(mesh, -1, tokens),
+        )
+
     @property
     def own_words(self) -> int:
-        """Words of a head on this rank, with padding."""
-        known = metadata(self.weight)  # under ZeRO stage 3 the weight itself may be away
-        return int(self.weight.shape[0]) if known is None else known.placement.local_shape(self.mesh)[0]
+        """Words of the logits of a head on this rank, with padding."""
+        known, dim = metadata(self.weight), 0 if self.stored == "nk" else 1
+        # Under ZeRO stage 3 the weight itself may be away.
+        shape = self.weight.shape if known is None else known.placement.local_shape(self.mesh)
+        plan, mesh = self.plan, self.mesh
+        return shape[dim] * mesh.size(*plan.w[plan.n]) // mesh.size(*plan.y[plan.n])
 
     def logits_shape(self, x: Tensor) -> tuple[int, ...]:
         """Return the shape of the output for an input, ``.. k`` to ``.. v``, local."""
-        if self.gather_output:
-            return (*x.shape[:-1], self.out_features)
         plan, tokens = self.plan, x.shape[:-1].numel()
         lead = x.shape[:-1] if self.input_adapter is as_given else torch.Size([tokens])
+        if self.gather_output:
+            return (*lead_shape(lead, tokens * self.mesh.size(*plan.x[plan.m])), self.out_features)
         rows = tokens * self.mesh.size(*plan.x[plan.m]) // self.mesh.size(*plan.y[plan.m])
         return (*lead_shape(lead, rows), self.own_words)
 

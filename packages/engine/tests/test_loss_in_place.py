@@ -1,0 +1,206 @@
+"""A loss inside of a model, the usual line on its logits: ranks compute it from their rows and words, and gather no logits."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from meshfold.engine import Engine
+from meshfold.mesh.testing import ranks
+
+sys.path.append(str(Path(__file__).parent))  # for the helpers beside this file, on every rank
+from test_first_step_logits import IDS, LABELS, WORDS, LargestTensor, small_chunks
+
+Line = Callable[[Tensor, Tensor], Tensor]
+
+
+def shifted(logits: Tensor, labels: Tensor) -> Tensor:
+    """The loss of a language model, as in transformers and nanoGPT, smoothed."""
+    return F.cross_entropy(
+        logits[..., :-1, :].contiguous().view(-1, logits.size(-1)).double(),
+        labels[:, 1:].reshape(-1),
+        ignore_index=-100,
+        label_smoothing=0.1,
+    )
+
+
+def summed(logits: Tensor, labels: Tensor) -> Tensor:
+    total = F.cross_entropy(logits.flatten(0, 1) / 2, labels.flatten(), reduction="sum")
+    return total / (labels != -100).sum()
+
+
+def by_row(logits: Tensor, labels: Tensor) -> Tensor:
+    """Each token's loss, weighted by its place."""
+    each = F.cross_entropy(logits[:, 1:].flatten(0, 1), labels[:, :-1].flatten(), reduction="none")
+    weights = torch.linspace(0.5, 1.5, each.numel(), dtype=each.dtype)
+    return (each * weights).sum() / (labels[:, :-1] != -100).sum()
+
+
+LINES: dict[str, Line] = {"shifted": shifted, "sum": summed, "none": by_row}
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up_proj, self.down_proj = nn.Linear(16, 24), nn.Linear(24, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = x + self.down_proj(self.up_proj(x).relu())
+        return found
+
+
+class Own(nn.Module):
+    """A user's model."""
+
+    def __init__(self, line: Line = shifted, words: int = WORDS, tied: bool = False) -> None:
+        super().__init__()
+        self.embed, self.norm = nn.Embedding(words, 16), nn.LayerNorm(16)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(16, words, bias=not tied)
+        if tied:
+            self.head.weight = self.embed.weight
+        self.line = line
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Any:
+        x = self.embed(input_ids)
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(self.norm(x))
+        return logits if labels is None else dict(loss=self.line(logits, labels), logits=logits)
+
+
+class Flat(Own):
+    """Its head is given a rank's own rows, where other models' has them all."""
+
+    flat_tokens = True
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_heads = 2
+        self.q_proj, self.k_proj, self.v_proj, self.out_proj = (nn.Linear(16, 16) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = (
+            p(x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for p in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        y = F.scaled_dot_product_attention(*heads, is_causal=True).transpose(1, 2).flatten(2)
+        found: Tensor = self.out_proj(y)
+        return found
+
+
+class AttentionBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.attention, self.norm2, self.mlp = nn.LayerNorm(16), Attention(), nn.LayerNorm(16), Block()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norm1(x))
+        found: Tensor = x + self.mlp(self.norm2(x))
+        return found
+
+
+class Attending(Own):
+    """With attention, whose scores are fewer than half of the logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(AttentionBlock() for _ in range(2))
+
+
+def check(make: Callable[[], nn.Module], parallel: dict[str, Any], most: int, rows: int = 4) -> None:
+    """Compare two steps and an evaluation with plain torch; ``most``: elements that a tensor may have."""
+    batch, rate = dict(input_ids=IDS[:rows], labels=LABELS[:rows]), 0.5
+    settings: dict[str, Any] = dict(precision="fp64", optimizer=dict(name="sgd", lr=rate), kernels=dict(loss=True))
+    with small_chunks(), Engine(make, parallel, **settings) as engine:
+        plain = make().double()
+        plain.load_state_dict(engine.full_state_dict())
+        with LargestTensor() as seen:
+            got = [engine.train_step(engine.shard_batch(batch)) for _ in range(2)]
+            got.append(engine.eval_step(engine.shard_batch(batch)))
+        weights = engine.full_state_dict()
+    want = []
+    for step in range(3):
+        plain.zero_grad()
+        loss = plain(**batch)["loss"]
+        want.append(loss.item())
+        if step < 2:
+            loss.backward()
+            with torch.no_grad():
+                for parameter in plain.parameters():
+                    parameter -= rate * parameter.grad
+    assert got == pytest.approx(want, rel=1e-9)
+    for name, value in plain.state_dict().items():
+        assert torch.allclose(weights[name], value, rtol=1e-9, atol=1e-12), name
+    assert seen.largest <= most
+
+
+CHUNK = 128 * (WORDS // 2 + 16)
+"""Elements of a chunk of logits, where two ranks share the words."""
+SUMS = IDS.numel() * WORDS // 2
+"""Elements of half of the logits. A tied head under 2d, and any under 3d, makes partial sums first, before ranks have blocks."""
+MEGATRON: dict[str, Any] = dict(tensor=2, sequence=dict(mode="megatron"))
+FOUR: dict[str, tuple[dict[str, Any], int]] = {
+    "2d": (dict(tensor=dict(size=4, mode="2d")), SUMS),
+    "2.5d": (dict(tensor=dict(size=4, mode="2.5d", depth=1)), SUMS),
+    "1d+sequence, pipeline": (dict(**MEGATRON, pipeline=dict(size=2, microbatches=2)), CHUNK),
+    "1d+sequence, data, zero": (dict(**MEGATRON, data=2, zero=dict(stage=3)), CHUNK),
+}
+EIGHT: dict[str, tuple[dict[str, Any], int]] = {
+    "3d": (dict(tensor=dict(size=8, mode="3d")), SUMS // 2),
+    "2.5d": (dict(tensor=dict(size=8, mode="2.5d", depth=2)), SUMS // 2),
+}
+TIES = pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+
+
+@ranks(2)
+def test_rows_are_split() -> None:
+    """Of a vocabulary that ranks cannot share evenly."""
+    check(partial(Flat, shifted, WORDS + 1), MEGATRON, CHUNK)
+
+
+@ranks(4)
+def test_words_and_rows_are_split() -> None:
+    """A batch of three is padded to four rows."""
+    check(Own, FOUR["2d"][0], CHUNK, rows=3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("spec", [MEGATRON, dict(tensor=2)], ids=str)
+@pytest.mark.parametrize("line", LINES)
+@ranks(2)
+def test_two_ranks(line: str, spec: dict[str, Any]) -> None:
+    check(partial(Own, LINES[line], WORDS + 1), spec, CHUNK)
+
+
+@pytest.mark.slow
+@ranks(2)
+def test_attention_by_tokens() -> None:
+    check(Attending, dict(tensor=dict(size=2, attention="tokens")), 2 * CHUNK)  # scores: 4 rows, 2 heads, 128 x 128
+
+
+@pytest.mark.slow
+@TIES
+@pytest.mark.parametrize("spec", FOUR)
+@ranks(4)
+def test_four_ranks(spec: str, tied: bool) -> None:
+    parallel, most = FOUR[spec]
+    check(partial(Own, shifted, WORDS, tied), parallel, most if tied else CHUNK)
+
+
+@pytest.mark.slow
+@TIES
+@pytest.mark.parametrize("spec", EIGHT)
+@ranks(8)
+def test_eight_ranks(spec: str, tied: bool) -> None:
+    parallel, most = EIGHT[spec]
+    check(partial(Own, by_row, WORDS, tied), parallel, most)

@@ -1,0 +1,38 @@
+"""Rows of logits that ranks share: what a loss needs instead of gathering them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class SplitRows:
+    """The rows of logits that a head would gather, each rank having some of them.
+
+    Attributes:
+        numbers: of all rows in their order, with the shape of the logits but for a last dim of 1.
+        targets: ``(m, ignore_index)`` to this rank's part of the targets of all rows; it raises on every rank for one that is no
+            word.
+        add_up: a number to its sum over the ranks that have other rows; backward gives each the whole gradient.
+        collect: results for this rank's rows, ``.. m``, to those for all rows; backward keeps this rank's part of the gradient.
+    """
+
+    numbers: Tensor
+    targets: Callable[[Tensor, int], Tensor]
+    add_up: Callable[[Tensor], Tensor]
+    collect: Callable[[Tensor], Tensor]
+
+    def labels(self, numbers: Tensor, target: Tensor, ignore_index: int) -> Tensor:
+        """Return this rank's part of the targets ``m`` of some rows; the others do not count."""
+        count = self.numbers.numel()
+        if target.numel() != count:
+            target = target.new_full((count,), ignore_index).scatter(0, numbers.reshape(-1), target)
+        return self.targets(target, ignore_index)
+
+    def of_rows(self, numbers: Tensor, found: Tensor) -> Tensor:
+        """Return the results for some rows, ``.. m``, from those for this rank's."""
+        every = self.collect(found)
+        return every if numbers.numel() == every.shape[-1] else every.index_select(-1, numbers.reshape(-1))
