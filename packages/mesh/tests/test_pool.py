@@ -6,12 +6,16 @@ import ctypes
 import os
 import resource
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +24,9 @@ import torch.distributed as dist  # what runs in the ranks below talks to it dir
 from meshfold.mesh.errors import LaunchError
 from meshfold.mesh.processes import groups
 from meshfold.mesh.testing import RankFailure, fake_world, ranks, run_on_ranks
+from meshfold.mesh.testing import rank as ranks_side
+from meshfold.mesh.testing.fork_server import ForkServer
+from meshfold.mesh.testing.run import _describe
 
 
 @dataclass(frozen=True)
@@ -70,6 +77,27 @@ def die_on(rank: int, code: int) -> None:
     if dist.get_rank() == rank:
         print("last words")
         os._exit(code)
+    dist.barrier()
+
+
+def close_connections_to_ranks() -> None:
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError):  # no socket
+            one = socket.socket(fileno=int(name))
+            if one.family == socket.AF_UNIX:  # to the test process
+                one.detach()
+            else:
+                one.close()
+
+
+def die_unseen(rank: int) -> None:
+    """A process that the rank has forked keeps its connection to the test process open; those to the others break."""
+    if dist.get_rank() == rank:
+        child = os.fork()
+        if child == 0:
+            close_connections_to_ranks()
+            time.sleep(300)
+        os._exit(7)
     dist.barrier()
 
 
@@ -191,6 +219,26 @@ def test_the_traceback_of_the_failing_rank_is_shown() -> None:
     run_on_ranks(4, total, 0.0)  # a new pool
 
 
+def moments_of_an_error() -> tuple[float, float]:
+    """When a call answers that it has failed, and when its error is shown."""
+    shown: list[float] = []
+
+    def show(*_: object) -> str:
+        shown.append(time.monotonic())
+        return ""
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ranks_side, "_render", show)
+        answer = ranks_side._answer(_describe(raise_on, (dist.get_rank(),), {}))
+    return answer.time, *shown
+
+
+def test_an_error_is_of_the_moment_when_it_was_raised() -> None:
+    """What takes long to be shown must not seem to come after what it has caused."""
+    [(answered, shown)] = run_on_ranks(1, moments_of_an_error)
+    assert answered < shown
+
+
 def test_a_decorated_test_fails_like_any_other() -> None:
     with pytest.raises(RankFailure, match=r"rank 3 of 4 failed in fail_on_three: AssertionError") as caught:
         fail_on_three(7)
@@ -207,6 +255,13 @@ def test_a_rank_that_dies_is_named_not_those_it_left_alone(code: int, said: str)
     run_on_ranks(4, total, 0.0)
 
 
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux tells that a process has begun to end")
+def test_a_rank_whose_death_comes_late_is_named_too() -> None:
+    """Of a busy machine: the others have long said that their connection broke."""
+    with pytest.raises(RankFailure, match="rank 1 of 2 failed in die_unseen: the process exited with code 7"):
+        run_on_ranks(2, die_unseen, 1)
+
+
 def test_a_rank_that_crashes_shows_its_python_and_native_frames() -> None:
     with pytest.raises(
         RankFailure, match="rank 1 of 2 failed in crash_on: the process was killed by SIGSEGV"
@@ -220,11 +275,20 @@ def take_signals() -> None:
     signal.signal(signal.SIGUSR1, signal.SIG_DFL)
 
 
-def test_ranks_that_do_not_answer_show_their_stacks() -> None:
+@pytest.mark.parametrize("late_s", [0.0, 1.0])
+def test_ranks_that_do_not_answer_show_their_stacks(late_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the machine is busy, and they write them later."""
     run_on_ranks(2, take_signals)  # a test before it may have left its own
+    run_on_ranks(2, leave_out, -1)  # takes less from now on
+    ask = ForkServer.signal
+
+    def ask_later(*arguments: Any) -> None:
+        threading.Timer(late_s, ask, arguments).start()
+
+    monkeypatch.setattr(ForkServer, "signal", ask_later)
     begin = time.monotonic()
-    with pytest.raises(RankFailure, match=r"rank 1 of 2 did not end leave_out within 1 s") as caught:
-        run_on_ranks(2, leave_out, 0, timeout_s=1.0)
+    with pytest.raises(RankFailure, match=r"rank 1 of 2 did not end leave_out within 2 s") as caught:
+        run_on_ranks(2, leave_out, 0, timeout_s=2.0)
     assert time.monotonic() - begin < 100
     assert "in leave_out" in str(caught.value) and "in barrier" in str(caught.value)
     run_on_ranks(2, total, 0.0)

@@ -21,6 +21,7 @@ from meshfold.mesh.collectives.push.part_sums import SQUARED_TOGETHER, sum_parts
 from meshfold.mesh.group import Group
 from meshfold.mesh.recording import record
 from meshfold.mesh.testing import close_pools, fake_world, ranks, run_on_ranks
+from meshfold.mesh.watchdog import monitor
 from meshfold.mesh.watchdog.monitor import watch
 
 CPU = torch.device("cpu")
@@ -245,6 +246,7 @@ def test_a_slow_rank_neither_loses_nor_repeats_a_block() -> None:
 
 def one_does_not_push() -> str:
     group = group_of(2)
+    push.all_gather_push(torch.ones(3), group).wait()  # makes what it needs, for which a busy machine may take longer
     watch(2.0)
     push.all_gather_push(torch.ones(3), group).wait()
     try:
@@ -258,8 +260,9 @@ def one_does_not_push() -> str:
 
 
 def looks_for_its_glasses() -> None:
-    """Keep rank 1 busy while rank 0 waits for its block."""
-    time.sleep(6)
+    """Keep rank 1 busy while rank 0 waits for its block, until it has found it."""
+    while monitor._running[1]._diagnosis.agreed() is None:  # type: ignore[index]
+        time.sleep(0.05)
 
 
 @pytest.mark.few(1)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import random
 import socket
 import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -117,10 +119,12 @@ def test_those_who_make_a_group_end_with_the_cause() -> None:
 
 
 def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
+    """A port that nobody listens on, and that the system gives to nobody who asks for any."""
+    while True:
+        port = random.SystemRandom().randrange(15_000, 32_000)
+        with socket.socket() as listener, suppress(OSError):
+            listener.bind(("127.0.0.1", port))
+            return port
 
 
 def without_a_launcher(python: str, folder: Path, program: str, ranks: int, absent: int = -1) -> list[tuple[int, str]]:
@@ -152,7 +156,12 @@ def test_a_rank_that_comes_later_is_waited_for_in_silence(tmp_path: Path) -> Non
     program = (
         "import os, time\n"
         "from meshfold.mesh.processes.process_group import start\n"
-        "time.sleep(2.5 * int(os.environ['RANK']))\n"
+        "if os.environ['RANK'] == '0':\n"
+        "    open('comes', 'w').close()\n"
+        "else:\n"
+        "    while not os.path.exists('comes'):\n"
+        "        time.sleep(0.05)\n"
+        "    time.sleep(2.5)\n"
         "start(device='cpu', timeout=300).close()\n"
     )
     assert without_a_launcher(sys.executable, tmp_path, program, 2) == [(0, ""), (0, "")]
@@ -160,7 +169,14 @@ def test_a_rank_that_comes_later_is_waited_for_in_silence(tmp_path: Path) -> Non
 
 @pytest.mark.usefixtures("warm_commands")
 def test_a_rank_that_is_never_started_is_named_within_the_limit(tmp_path: Path) -> None:
-    program = "from meshfold.mesh.processes.process_group import start\nstart(device='cpu', timeout=2)\n"
+    program = (
+        "import glob, os, time\n"
+        "from meshfold.mesh.processes.process_group import start\n"
+        "open('comes ' + os.environ['RANK'], 'w').close()\n"
+        "while len(glob.glob('comes *')) < 2:\n"  # one that starts much later would be missing too
+        "    time.sleep(0.01)\n"
+        "start(device='cpu', timeout=2)\n"
+    )
     found = without_a_launcher(sys.executable, tmp_path, program, 3, absent=2)
     for code, text in found:
         assert code == 1

@@ -85,13 +85,14 @@ def main() -> None:
     except SystemExit as stop:
         code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
         if code:
-            _leave(record, code & 255, "")
+            _leave(record, time.monotonic(), code & 255, "")
             if code != STOPPED_CODE or not under_agent:
                 raise
     except BaseException as error:
+        moment = time.monotonic()  # shared by all processes of a machine: shows which rank failed first
         code = 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
         # The launcher prints the first failing rank's traceback once; printed here, it would be lost among the others.
-        _leave(record, code, _render(error), refusal_sentence(error))
+        _leave(record, moment, code, _render(error), refusal_sentence(error))
         sys.last_value = error  # as Python does: exit handlers can see that the program failed
         sys.exit(code)
     _end()
@@ -129,9 +130,8 @@ def refusal_sentence(error: BaseException) -> str:
     return f"{type(error).__name__} at {raised_at(error)}: {error}{notes}"
 
 
-def _leave(record: str, code: int, text: str, sentence: str = "") -> None:
+def _leave(record: str, moment: float, code: int, text: str, sentence: str = "") -> None:
     """Write the record atomically, so that the launcher never reads half of it."""
-    moment = time.monotonic()  # shared by all processes of a machine: shows which rank failed first
     with contextlib.suppress(OSError):  # without the folder the launcher has exited, and nothing reads it
         with open(record + ".part", "w", encoding="utf-8") as file:
             json.dump({"time": moment, "code": code, "traceback": text, "sentence": sentence}, file)

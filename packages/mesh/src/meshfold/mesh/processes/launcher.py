@@ -131,7 +131,7 @@ def _let_stop(job: list[Rank], signals: Signals, stop_s: float, calm: int) -> Fa
             asked.append(request)
             for rank in job:
                 rank.send(request, alone=True)
-        failure = watch(job, signals, calm=calm, seconds=until - time.monotonic())
+        failure = watch(job, signals, heeded=len(asked), calm=calm, seconds=until - time.monotonic())
         if failure is not None and signals.caught[0] == signal.SIGINT and failure.ended_by(signal.SIGTERM):
             return None  # it had no handler yet, so the signal ended it, as requested
         if failure is not None or len(signals.caught) == len(asked):

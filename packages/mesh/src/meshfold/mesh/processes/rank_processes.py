@@ -19,11 +19,13 @@ from typing import IO, Any
 
 from meshfold.mesh.processes import _bootstrap
 from meshfold.mesh.processes.environment import Environment
+from meshfold.mesh.processes.rendezvous import is_ending
 
 _POLL_S = 0.02
 # When a rank dies, the others' connections break at once. After the first sign of a failure, wait this long for an earlier
-# one, and assume that a death happened this long before it was noticed.
+# one, and assume that a death happened this long before it was noticed, or when the rank was last seen alive if that is earlier.
 _SETTLE_S = 0.25
+_ENDING_S = 10.0  # the longest wait for a rank that has begun to end
 _TAIL_LINES = 30
 
 
@@ -63,6 +65,7 @@ class Rank:
         self.quiet = False
         self.tail: collections.deque[str] = collections.deque(maxlen=_TAIL_LINES)
         self.noticed: float | None = None
+        self.seen_alive = time.monotonic()
         self._record = records / f"rank{self.rank}.json"
         self._log: IO[str] | None = None if logs is None else (logs / f"rank{self.rank}.err").open("w")
         sys.stdout.flush()
@@ -85,9 +88,12 @@ class Rank:
 
     def failure(self) -> Failure | None:
         """Return this rank's failure, if it failed; polled."""
+        now = time.monotonic()
         code = self.process.poll()
         if code is not None and self.noticed is None:
             self.noticed = time.monotonic()
+        if code is None and not is_ending(self.process.pid):
+            self.seen_alive = now
         with suppress(FileNotFoundError):
             left = json.loads(self._record.read_text(encoding="utf-8"))
             how = "raised" if left["traceback"] else f"exited with code {left['code']}"
@@ -101,7 +107,7 @@ class Rank:
             )
         if not code or self.noticed is None:
             return None
-        died = self.noticed - _SETTLE_S
+        died = min(self.noticed - _SETTLE_S, self.seen_alive)
         if code < 0:
             return Failure(rank=self.rank, time=died, code=128 - code, how=f"was ended by {_signal_name(-code)}")
         return Failure(rank=self.rank, time=died, code=code, how=f"exited with code {code}")
@@ -163,19 +169,21 @@ class Signals:
         self.caught.append(number)
 
 
-def watch(job: list[Rank], signals: Signals, *, calm: int = 0, seconds: float | None = None) -> Failure | None:
-    """Wait until all ranks have succeeded (None), one has failed (the first that did), or a signal came (None).
+def watch(
+    job: list[Rank], signals: Signals, *, heeded: int = 0, calm: int = 0, seconds: float | None = None
+) -> Failure | None:
+    """Wait until all ranks have succeeded (None), one has failed (the first that did), or a signal has come (None).
 
     Args:
         job: the ranks.
-        signals: caught during the wait.
+        signals: caught before the wait or during it.
+        heeded: how many of them do not end the wait.
         calm: a code that is as good as 0.
         seconds: time limit; None: no limit.
     """
     settled: float | None = None
-    caught = len(signals.caught)
     until = None if seconds is None else time.monotonic() + seconds
-    while len(signals.caught) == caught and (until is None or time.monotonic() < until):
+    while len(signals.caught) <= heeded and (until is None or time.monotonic() < until):
         failures = [
             failure for rank in job if (failure := rank.failure()) is not None and (not calm or failure.code != calm)
         ]
@@ -183,12 +191,22 @@ def watch(job: list[Rank], signals: Signals, *, calm: int = 0, seconds: float | 
             settled = time.monotonic() + _SETTLE_S
             for rank in job:
                 rank.quiet = True  # later errors are only consequences
-        if settled is not None and time.monotonic() >= settled:
+        if settled is not None and (len(failures) == len(job) or _is_over(settled, job)):
             return min(failures, key=lambda failure: failure.time)
         if not failures and all(rank.process.poll() in (0, calm) for rank in job):
             return None
         time.sleep(_POLL_S)
     return None
+
+
+def _is_over(settled: float, job: list[Rank]) -> bool:
+    """Return True after that moment, unless a rank has begun to end and does not say yet how: it may have failed first."""
+    now = time.monotonic()
+    return now >= settled and (now >= settled + _ENDING_S or not any(map(_ends_without_a_word, job)))
+
+
+def _ends_without_a_word(rank: Rank) -> bool:
+    return rank.process.poll() is None and is_ending(rank.process.pid) and rank.failure() is None
 
 
 def end(job: list[Rank], grace_s: float, signals: Signals) -> None:

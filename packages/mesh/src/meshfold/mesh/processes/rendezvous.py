@@ -52,6 +52,18 @@ def process_state(process: HasProcess, host: str) -> str:
     return {"T": "stopped", "t": "stopped", "Z": "gone", "X": "gone"}.get(letter, "runs")
 
 
+_EXITING = 0x4  # PF_EXITING of the kernel
+
+
+def is_ending(pid: int) -> bool:
+    """Return True if a process of this machine has begun to end, and so closes its connections; False where nothing says so."""
+    try:
+        words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return False
+    return words[0] in "ZX" or bool(int(words[6]) & _EXITING)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Address:
     """The process of a rank.

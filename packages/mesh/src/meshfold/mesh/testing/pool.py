@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from meshfold.mesh.errors import MeshfoldError
+from meshfold.mesh.processes.rendezvous import is_ending
 from meshfold.mesh.testing.fork_server import ForkServer, can_be_copied
 from meshfold.mesh.testing.rank import Answer, Call
 
@@ -37,6 +38,8 @@ _WORTH_FORKING_S = 0.4
 # A stopped rank does not notice that the test process has ended; on Linux the kernel kills it then.
 _STOP_IDLE_RANKS = sys.platform.startswith("linux")
 _GRACE_S = 0.1  # wait after the first sign of failure for an earlier one
+_STACKS_S = 10.0  # the longest that ranks may take to write their stacks
+_QUIET_S = 0.2  # when they have written nothing for so long, they have written all
 _SHOWN_OUTPUT = 20_000  # characters
 
 
@@ -141,6 +144,9 @@ class Pool:
         while pending:
             ready = wait(pending, max(0.0, deadline - time.monotonic()))
             if not ready:
+                # The others see their connections to a rank that ends break, and may answer well before its connection to this
+                # process breaks: where the machine is busy, or as long as a process that it has forked has that too.
+                dead += [rank for one in pending if is_ending(self._pids[rank := rank_of[id(one)]])]
                 break
             for connection in ready:
                 assert isinstance(connection, Connection)
@@ -173,8 +179,7 @@ class Pool:
         raise RankFailure(f"rank {rank} of {self.size} failed in {what}: {summary}", rank, detail + printed)
 
     def _hang(self, what: str, starts: list[int], missing: list[int], timeout_s: float) -> None:
-        self._fork_server.signal([self._pids[rank] for rank in missing], signal.SIGUSR1)  # dump stacks
-        time.sleep(0.3)
+        self._dump_stacks(missing)
         stacks = "".join(self._printed_by(rank, starts[rank]) for rank in missing)
         self.close()
         who = "rank" if len(missing) == 1 else "ranks"
@@ -183,6 +188,22 @@ class Pool:
             -1,
             stacks,
         )
+
+    def _dump_stacks(self, ranks: list[int]) -> None:
+        """Have ranks write their stacks, and wait until they have."""
+        before = last = [self._output(rank).stat().st_size for rank in ranks]
+        self._fork_server.signal([self._pids[rank] for rank in ranks], signal.SIGUSR1)
+        since = time.monotonic()
+        until = since + _STACKS_S
+        while time.monotonic() < until:
+            time.sleep(_QUIET_S / 10)
+            sizes = [self._output(rank).stat().st_size for rank in ranks]
+            if sizes != last:
+                last, since = sizes, time.monotonic()
+            elif time.monotonic() - since > _QUIET_S and all(
+                now > then for now, then in zip(last, before, strict=True)
+            ):
+                return
 
     def _output(self, rank: int) -> Path:
         path = self._folder / f"rank{rank}.txt"

@@ -63,7 +63,7 @@ class Answer:
         payload: the pickled value, when there is one.
         summary: the error in one line, or the reason to skip.
         traceback: the error in full.
-        time: ``time.monotonic()`` at the end, which is one clock for all processes of a machine.
+        time: ``time.monotonic()`` at the end or at the error, which is one clock for all processes of a machine.
         groups: how many process groups this rank has open.
         imported: the slow packages that the call made rank 0 import; functions often import them at their first use.
     """
@@ -154,11 +154,12 @@ def _answer(call: Call) -> Answer:
             sys.stdout.flush()
         return Answer(kind="value", payload=pickle.dumps(value))
     except BaseException as error:
+        moment = time.monotonic()  # before it is shown, which takes a while
         sys.stdout.flush()
         summary = "".join(traceback.format_exception_only(error)).strip()
         if type(error).__name__ == "Skipped":
             return Answer(kind="skip", summary=str(error))
-        return Answer(kind="error", summary=summary, traceback=_render(error, call.file))
+        return Answer(kind="error", summary=summary, traceback=_render(error, call.file), time=moment)
 
 
 def _find(call: Call) -> Callable[..., Any]:
