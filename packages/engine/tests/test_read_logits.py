@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -176,16 +176,40 @@ def one_rank_looks() -> tuple[str, float]:
     return "", 0.0
 
 
-def test_a_rank_that_looks_alone_is_told_what_to_write() -> None:
+def one_rank_looks_in_its_loss() -> tuple[str, float]:
+    """Look where the loss leaves logits out that every rank would have whole."""
+    diagnosis._BEAT_S = 0.2
+    steps, ids = [], batch()["input_ids"]
+
+    def loss_fn(output: Any, given: Any) -> Tensor:
+        steps.append(1)
+        if engine.mesh.rank == 0 and len(steps) > 1:
+            print(output.logits.argmax(-1))
+        return F.cross_entropy(output.logits.flatten(0, 1), ids.flatten())
+
+    settings: dict[str, Any] = dict(optimizer=dict(name="sgd", lr=0.1), kernels=dict(loss=True), watchdog=100.0)
+    with Engine(gpt, dict(tensor=2), loss_fn=loss_fn, **settings) as engine:
+        began = time.monotonic()
+        try:
+            for _ in range(2):
+                engine.train_step(dict(input_ids=ids))
+        except CollectiveError as error:
+            return str(error), time.monotonic() - began
+    return "", 0.0
+
+
+@pytest.mark.parametrize("look", [one_rank_looks, one_rank_looks_in_its_loss])
+def test_a_rank_that_looks_alone_is_told_what_to_write(look: Callable[[], tuple[str, float]]) -> None:
     close_pools()
     try:
-        found = run_on_ranks(2, one_rank_looks)
+        found = run_on_ranks(2, look)
     finally:
         close_pools()
     text, seconds = found[0]
-    assert text.startswith("output.logits cannot be read at test_read_logits.py:") and seconds < 80.0
+    what = "output.logits" if look is one_rank_looks else "the output of head"
+    assert text.startswith(f"{what} cannot be read at test_read_logits.py:") and seconds < 80.0
     assert "Read it on all ranks and use the result on one" in text
-    assert "rank 0 failed" in found[1][0] and "output.logits cannot be read" in found[1][0]
+    assert "rank 0 failed" in found[1][0] and f"{what} cannot be read" in found[1][0]
 
 
 # -- in stages ------------------------------------------------------------------------------------------------------

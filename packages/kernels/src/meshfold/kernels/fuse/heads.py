@@ -134,6 +134,9 @@ class DeferrableHead(Protocol):
     def gathered_rows(self, x: Tensor) -> SplitRows | None:
         """Return the rows of logits of ``x`` if this call gathers rows, too, of which ranks have different ones; else None."""
 
+    def meet_to_read(self, name: str) -> None:
+        """Wait until all ranks read logits that are gathered; raise an error if some do not; ``name``: of the layer."""
+
 
 class Head:
     """A linear layer whose logits may wait.
@@ -236,6 +239,13 @@ class Head:
         if split is not None and watched is not None and layout:
             watched.gathered_later(self._layer, x, split.numbers, layout)
         return LazyLogits.make(self, x, shape, self._layer.weight.dtype, (), layout, split=split)
+
+    def read(self, x: Tensor) -> Tensor:
+        """Return the logits of ``x``, which waited; all ranks must call if the layer gathers them."""
+        self.reads += 1
+        if self._deferrable is not None and self._deferrable.gathered_words() is not None:
+            self._deferrable.meet_to_read(self.name)
+        return self.logits(x)
 
     def logits(self, x: Tensor) -> Tensor:
         """Return what the layer makes of ``x``."""

@@ -82,7 +82,6 @@ class LazyLogits(Tensor):
         self.family.check_views(self.head.name, self._computed)
         if self._computed is None:
             self._check_open()
-            self.head.reads += 1
             infers = torch.is_inference_mode_enabled() and not self.records
             with torch.inference_mode(infers), torch.set_grad_enabled(self.records):
                 self._computed = self._found()
@@ -92,9 +91,9 @@ class LazyLogits(Tensor):
     def _found(self) -> Tensor:
         watched, rows = watcher(), self.rows
         if watched is None or self.head.marks_logits:
-            found = self.head.logits(rows)
+            found = self.head.read(rows)
         else:
-            found = watched.logits_of(rows, self.shape[-1], lambda: self.head.logits(rows))
+            found = watched.logits_of(rows, self.shape[-1], lambda: self.head.read(rows))
         for view in self.views:
             found = view(found)
         for what, by in self.changes:

@@ -14,6 +14,7 @@ from meshfold.kernels import VocabularyShard
 from meshfold.kernels.fuse import SplitRows
 from meshfold.mesh import Mesh, metadata
 from meshfold.mesh.collectives import bind_collect, bind_leave, take_block
+from meshfold.mesh.model_io import meet_to_read
 from meshfold.tensor_parallel.layers.base import BatchShape
 from meshfold.tensor_parallel.layers.input_adapters import InputAdapter, as_given, flattened
 from meshfold.tensor_parallel.layers.loss import losses_of_rows
@@ -109,6 +110,16 @@ class WaitingHead:
             add_up=bind_leave(mesh, tokens),
             collect=bind_collect(mesh, -1, tokens),
         )
+
+    def meet_to_read(self, name: str) -> None:
+        """Wait until all ranks that have a part of gathered logits read them.
+
+        Raises:
+            CollectiveError: if one of them does not come.
+        """
+        plan, mesh = self.plan, self.mesh
+        axes = tuple(dict.fromkeys((*plan.y[plan.n], *plan.y[plan.m], *plan.x[plan.m])))
+        meet_to_read(f"the output of {name}", tuple(mesh.first_rank + rank for rank in mesh.ranks_along(*axes)))
 
     @property
     def own_words(self) -> int:
