@@ -343,7 +343,7 @@ SPREAD: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", SPREAD)
 @ranks(4)
 def test_in_pipelines_on_four_ranks(spec: str) -> None:

@@ -149,11 +149,11 @@ def check(name: str, found: str, quoted: str) -> None:
     assert "rules={" in found, f"{name}: {found}"
 
 
-@pytest.mark.parametrize("turn", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2))])
+@pytest.mark.parametrize("turn", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, 6))])
 @ranks(4)
 def test_code_along_the_hidden_dim(turn: int) -> None:
-    """Every third code; the slow thirds have the others."""
-    for name, (code, quoted) in list(STREAM.items())[turn::3]:
+    """Every sixth code; the slow sixths have the others."""
+    for name, (code, quoted) in list(STREAM.items())[turn::6]:
         check(name, verdict(lambda code=code: Coded(code), GRID), quoted)
 
 
@@ -166,9 +166,11 @@ def test_code_along_the_hidden_dim_is_exact_where_that_is_whole(turn: int) -> No
             assert verdict(lambda code=code: Coded(code), LINE) == "exact", name
 
 
+@pytest.mark.parametrize("turn", [0, pytest.param(1, marks=pytest.mark.slow)])
 @ranks(4)
-def test_code_along_tokens() -> None:
-    for name, (code, _) in TOKENS.items():
+def test_code_along_tokens(turn: int) -> None:
+    """Every second code; the slow half has the others."""
+    for name, (code, _) in list(TOKENS.items())[turn::2]:
         assert verdict(lambda code=code: Coded(code), GRID) == "exact", name
         found = verdict(lambda code=code: Coded(code), SEQUENCE)
         assert found != "exact" and __file__ in found, f"{name}: {found}"
