@@ -44,6 +44,17 @@ def _take(
             tl.store(of_rows + place, weight, mask=place >= 0)
 
 
+@triton.jit
+def _row(rows, weights, pair, place, column, columns, rows_row, WEIGHTED: tl.constexpr):
+    """The row at each place in float32, times the weight of its pair; 0 where a place is -1."""
+    named = place >= 0
+    mask = named[:, None] & (column < columns)
+    x = tl.load(rows + place[:, None] * rows_row + column, mask=mask, other=0.0).to(tl.float32)
+    if WEIGHTED:
+        x = x * tl.load(weights + pair, mask=named, other=0.0).to(tl.float32)[:, None]
+    return x
+
+
 @triton.jit(do_not_specialize=["tokens"])
 def _sum(
     rows,
@@ -68,14 +79,9 @@ def _sum(
     total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
     for i in range(each):
         place = tl.load(places + token * each + i, mask=real, other=-1)
-        named = place >= 0
-        mask = named[:, None] & (column < columns)
-        x = tl.load(rows + place[:, None] * rows_row + column, mask=mask, other=0.0).to(tl.float32)
-        if WEIGHTED:
-            x = x * tl.load(weights + token * each + i, mask=named, other=0.0).to(tl.float32)[:, None]
-        total += x
+        total += _row(rows, weights, token * each + i, place, column, columns, rows_row, WEIGHTED)
         if NUMBERS:  # of rows, copied to their places
-            number = tl.load(of_rows + place, mask=named, other=0.0)
+            number = tl.load(of_rows + place, mask=place >= 0, other=0.0)
             tl.store(of_places + token * each + i, number, mask=real)
     tl.store(y + token[:, None] * y_row + column, total.to(y.dtype.element_ty), mask=real[:, None] & (column < columns))
 
@@ -107,12 +113,7 @@ def _add(
         total = tl.load(there, mask=changed, other=0.0).to(tl.float32)
         for i in range(each):
             place = tl.load(places + token * each + i, mask=real, other=-1).to(tl.int64)
-            named = place >= 0
-            mask = named[:, None] & (column < columns)
-            x = tl.load(rows + place[:, None] * rows_row + column, mask=mask, other=0.0).to(tl.float32)
-            if WEIGHTED:
-                x = x * tl.load(weights + token * each + i, mask=named, other=0.0).to(tl.float32)[:, None]
-            total += x
+            total += _row(rows, weights, token * each + i, place, column, columns, rows_row, WEIGHTED)
         tl.store(there, total.to(y.dtype.element_ty), mask=changed)
 
 
