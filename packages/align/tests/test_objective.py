@@ -8,13 +8,11 @@ from typing import Any
 import pytest
 import torch
 from align_models import SPECS, SPECS_OF_4, gpt, hugging_face, llama, masked_batch, plain_log_probs
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from meshfold.align import Objective, Terms, TokenValues, mean_of_sequences, mean_of_tokens
 from meshfold.engine import Engine
 from meshfold.mesh import SpecError
-from meshfold.mesh.testing import ranks
+from meshfold.mesh.testing import Operators, ranks
 from meshfold.models import Llama, LlamaConfig
 
 
@@ -119,19 +117,6 @@ def test_objective_on_4_in_more_specs() -> None:
         check(llama, SPECS_OF_4[name], **FUSED)
 
 
-class Largest(TorchDispatchMode):
-    """Records the elements of the largest tensor that any operation makes."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
-        for made in tree_leaves(found):
-            if isinstance(made, torch.Tensor):
-                self.elements = max(self.elements, made.numel())
-        return found
-
-
 def test_no_step_makes_logits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is as large as the logits of 8 rows of 128 tokens and 512 words; without the kernels they are there."""
     for name in ("CHUNK_BYTES", "LARGE_CHUNK_BYTES"):
@@ -146,10 +131,10 @@ def test_no_step_makes_logits(monkeypatch: pytest.MonkeyPatch) -> None:
             lambda: Llama(config), loss_fn=objective, kernels=kernels, optimizer=dict(name="sgd", lr=0.1)
         ) as engine:
             objective.attach(engine)
-            with Largest() as seen:
+            with Operators() as seen:
                 objective.step([batch])
                 objective.score(batch)
-            largest[str(kernels)] = seen.elements
+            largest[str(kernels)] = seen.largest
     assert largest["off"] >= 8 * 128 * 512
     assert largest["{'loss': True}"] <= 8 * 128 * 512 / 4
 

@@ -13,12 +13,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from meshfold.engine import Engine
 from meshfold.kernels import logit_chunks
-from meshfold.mesh.testing import ranks
+from meshfold.mesh.testing import Operators, ranks
 from meshfold.models import GPT, GPTConfig, build
 
 ROWS, LENGTH, WORDS = 4, 128, 1024
@@ -26,18 +24,6 @@ IDS = torch.randint(1, WORDS, (ROWS, LENGTH), generator=torch.Generator().manual
 LABELS = IDS.clone()
 LABELS[0, 3:] = LABELS[1, :60] = -100
 SIZES: dict[str, Any] = dict(hidden=16, layers=2, heads=2, vocab_size=WORDS, max_positions=LENGTH)
-
-
-class LargestTensor(TorchDispatchMode):
-    """Notes the largest number of elements that an operation returned."""
-
-    largest = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
-        sizes = [x.numel() for x in tree_leaves(found) if isinstance(x, Tensor)]
-        self.largest = max(self.largest, *sizes, 0)
-        return found
 
 
 def hugging_face(kind: str, **settings: Any) -> nn.Module:
@@ -114,7 +100,7 @@ def first_step(
     """Return the loss of the first step, the weights after it, less their gradients, and the size of the largest tensor in it."""
     settings: dict[str, Any] = dict(precision="fp64", optimizer=dict(name="sgd", lr=1.0))
     with Engine(model, parallel, kernels=kernels, **settings) as engine:
-        with LargestTensor() as seen:
+        with Operators() as seen:
             loss = engine.train_step(engine.shard_batch(dict(input_ids=IDS, labels=LABELS)))
         return loss, engine.full_state_dict(), seen.largest
 
@@ -148,7 +134,7 @@ def test_a_loss_outside_of_the_model() -> None:
     settings: dict[str, Any] = dict(precision="fp64", optimizer=dict(name="sgd", lr=1.0), loss_fn=loss_fn)
     found = []
     for parallel, kernels in ((dict(data=2), "off"), (dict(tensor=2), dict(loss=True))):
-        with small_chunks(), Engine(Own, parallel, kernels=kernels, **settings) as engine, LargestTensor() as seen:
+        with small_chunks(), Engine(Own, parallel, kernels=kernels, **settings) as engine, Operators() as seen:
             losses = [engine.train_step(engine.shard_batch((IDS, IDS.roll(-1, 1)))) for _ in range(2)]
             losses.append(engine.eval_step(engine.shard_batch((IDS, IDS.roll(-1, 1)))))
             found.append((losses, engine.full_state_dict()))

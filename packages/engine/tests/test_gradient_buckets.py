@@ -2,29 +2,16 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from meshfold.engine.precision import Masters, Precision
 from meshfold.engine.states import GradientReducer
 from meshfold.mesh import Mesh
 from meshfold.mesh.parameters import accumulate_grad, accumulate_grad_product
-
-
-class _Operators(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen[func.overloadpacket.__name__] += 1
-        return func(*args, **(kwargs or {}))
+from meshfold.mesh.testing import Operators
 
 
 def _reducer(model: nn.Module, bucket_bytes: int) -> tuple[GradientReducer, Masters]:
@@ -49,7 +36,7 @@ def test_first_gradients_cost_one_copy_without_hooks_and_a_second_micro_step_one
             [g.float() for g in gradients] if not wanted else [w + g for w, g in zip(wanted, gradients, strict=True)]
         )
         loss = model(x).float().square().sum()
-        with _Operators() as operators, reducer.backward(last=last):
+        with Operators() as operators, reducer.backward(last=last):
             loss.backward()
         assert 1 < len(reducer.buckets) <= 6
         # The first gradients wait for the end of backward, and are copied together; sums are made while backward runs.
@@ -172,7 +159,7 @@ def test_products_go_into_their_bucket_beside_whole_gradients_and_not_past_hooks
             accumulate_grad_product(weight, left, right)
 
     for step in range(3):
-        with reducer.backward(last=step == 2), _Operators() as operators:
+        with reducer.backward(last=step == 2), Operators() as operators:
             give(first)
             if step == 1:  # a whole gradient between products
                 gradient = torch.randn_like(second)
@@ -202,7 +189,7 @@ def test_vectors_of_a_micro_step_are_added_by_one_operator() -> None:
     reducer = GradientReducer(parameters, masters, Mesh({}), several=True)
     batches = [torch.randn(5, 6, dtype=torch.float64) for _ in range(4)]
     wanted = torch.autograd.grad(sum(model(x).square().sum() for x in batches), parameters)
-    with _Operators() as operators:
+    with Operators() as operators:
         with reducer.backward(last=True):
             for x in batches:
                 model(x).square().sum().backward()

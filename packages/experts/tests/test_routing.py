@@ -10,7 +10,6 @@ import torch
 import torch.utils.checkpoint
 from expert_models import EXPERTS, HIDDEN, TOP_K, close, model_of
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshfold.experts import (
     MixtureOfExperts,
@@ -31,7 +30,7 @@ from meshfold.experts.counting import rank_places
 from meshfold.experts.router_logits import router_logits
 from meshfold.kernels import expert_places, take_rows
 from meshfold.mesh import Mesh, SpecError, record
-from meshfold.mesh.testing import ranks
+from meshfold.mesh.testing import Operators, ranks
 
 ROUTERS: dict[str, Any] = {
     "mixtral": lambda logits, _: softmax_top_k(logits, TOP_K),
@@ -323,7 +322,7 @@ def test_gradients_of_logits_and_experts_are_added_in_a_product() -> None:
         tokens, logits = router_logits(x, weight)
         rows = take_rows(tokens if experts_read_tokens else x, places, places.unsqueeze(1))
         with Operators() as seen:
-            return torch.autograd.grad([rows, logits], (x, weight), [to_tokens, to_logits]), seen.names
+            return torch.autograd.grad([rows, logits], (x, weight), [to_tokens, to_logits]), seen.seen
 
     (got, dweight), names = gradients(True)
     (apart, same), others = gradients(False)
@@ -331,18 +330,6 @@ def test_gradients_of_logits_and_experts_are_added_in_a_product() -> None:
     assert (got.double() - exact).abs().max() <= (apart.double() - exact).abs().max() + 1e-6
     assert torch.equal(dweight, same)
     assert "add" in others and "add" not in names and "addmm_" in names
-
-
-class Operators(TorchDispatchMode):
-    """Records the names of operators."""
-
-    def __enter__(self) -> Operators:
-        self.names: list[str] = []
-        return super().__enter__()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(func.overloadpacket.__name__)
-        return func(*args, **kwargs or {})
 
 
 def test_rows_are_counted_in_runs_of_tokens_too() -> None:

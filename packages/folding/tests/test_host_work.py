@@ -10,23 +10,10 @@ import pytest
 import torch
 from folding_models import model_of
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshfold.folding import functions, parallelize_folding, split_parameters, sum_gradients
 from meshfold.mesh import Mesh, record
-from meshfold.mesh.testing import fake_world
-
-
-class Operators(TorchDispatchMode):
-    """Counts operators by name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen[func.overloadpacket.__name__] += 1
-        return func(*args, **(kwargs or {}))
+from meshfold.mesh.testing import Operators, fake_world
 
 
 def nodes(*made: Tensor) -> Counter[str]:

@@ -14,10 +14,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshfold.mesh import Mesh
-from meshfold.mesh.testing import fake_world
+from meshfold.mesh.testing import Operators, fake_world
 from meshfold.tensor_parallel.layers import LayerNorm, Linear
 
 
@@ -44,18 +43,6 @@ def nodes(y: Tensor) -> Counter[str]:
         left += new
     del found["AccumulateGrad"]
     return found
-
-
-class Operators(TorchDispatchMode):
-    """Counts operators by name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen[func.overloadpacket.__name__] += 1
-        return func(*args, **(kwargs or {}))
 
 
 def calls_of_ours(layer: nn.Module, x: Tensor, dy: Tensor) -> Counter[str]:
