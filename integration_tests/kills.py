@@ -45,6 +45,8 @@ LAUNCHED_S = 30.0
 ALONE_S = WATCHDOG_S + 2 * LAUNCHED_S
 """The same where nobody watches: the ranks' watchdog, which begins when a rank that is just starting has come so far"""
 _START_S = 180.0
+_BUSY = 4
+"""A kill fails when processes are left after so many times these limits; the file of results is held to the limits themselves"""
 _FOREIGN = {"notes.txt": "mine", "exported/README of mine.txt": "mine too", "data/state.json": "{}"}
 
 
@@ -202,7 +204,7 @@ class Campaign:
         step = self._trained(place)
         if not self._strike(job, victim):
             return None  # it had come to its end
-        seconds = job.gone_after(ALONE_S if self.launcher == "none" else LAUNCHED_S)
+        seconds = job.gone_after(_BUSY * (ALONE_S if self.launcher == "none" else LAUNCHED_S))
         kept = self._check(place)
         return Kill(
             scenario=self.name, launcher=self.launcher, victim=victim, step=step, seconds=round(seconds, 2), kept=kept
@@ -213,7 +215,7 @@ class Campaign:
         deadline = time.monotonic() + _START_S
         while time.monotonic() < deadline:
             if any(process.poll() is not None for process in job.started):
-                job.gone_after(ALONE_S)
+                job.gone_after(_BUSY * ALONE_S)
                 return False
             top = [process.pid for process in job.started]
             ranks = top if self.launcher == "none" else job.ranks()
@@ -236,7 +238,7 @@ class Campaign:
         for process in job.started:
             code = process.wait(_START_S)
             assert code == 0, f"ended with code {code}: {self._output(place)}"
-        job.gone_after(LAUNCHED_S)
+        job.gone_after(_BUSY * LAUNCHED_S)
 
     @staticmethod
     def _output(place: Path) -> str:

@@ -19,8 +19,8 @@ from pathlib import Path
 SERVERS: set[int] = set()
 """Ids of processes that serve all tests, and end with this one."""
 
-GRACE_S = 5.0
-"""How long threads and processes may take to end that were told to."""
+GRACE_S = 30.0
+"""How long threads and processes may take to end that were told to, on a machine that does other things too."""
 
 # Of Python and torch; they serve later tests, and end with this process.
 _SERVANTS = (b"multiprocessing.resource_tracker", b"multiprocessing.forkserver", b"compile_worker")

@@ -19,7 +19,6 @@ import torch.distributed as dist
 
 from integration_tests import left_behind
 
-left_behind.GRACE_S = 0.3
 END = threading.Event()
 
 
@@ -38,7 +37,13 @@ def test_finds_no_group():
 
 
 def test_leaves_a_thread():
+    left_behind.GRACE_S = 0.3
     threading.Thread(target=END.wait, daemon=True, name="meshfold watchdog").start()
+
+
+@pytest.fixture(autouse=True)
+def long():
+    left_behind.GRACE_S = 30.0
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +58,7 @@ def test_uses_a_process_of_all_tests(waiting):
 
 
 def test_leaves_a_process():
+    left_behind.GRACE_S = 0.3
     subprocess.Popen(["sleep", "99"])
 
 

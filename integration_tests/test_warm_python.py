@@ -117,7 +117,7 @@ def test_signals_go_through_and_the_end_is_the_same(warm: WarmPython) -> None:
     process = subprocess.Popen([warm.python, "-c", caught], stdout=subprocess.PIPE)
     assert process.stdout is not None and process.stdout.readline() == b"up\n"
     process.terminate()
-    assert process.wait(30) == 5
+    assert process.wait(120) == 5
     process.stdout.close()
     died = subprocess.run([warm.python, "-c", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"])
     assert died.returncode == -signal.SIGKILL

@@ -234,11 +234,12 @@ def test_under_zero_a_save_is_of_its_call_however_late_it_looks(
 
 
 def held_up(path: str) -> dict[str, Any]:
-    """Save with a disk that is slow, and train on meanwhile."""
-    original = TensorWriter.close
+    """Save with a disk that is slow, and takes longer than the step that is trained meanwhile."""
+    original, trained = TensorWriter.close, threading.Event()
 
     def slow(self: TensorWriter) -> None:
         time.sleep(0.3)
+        assert trained.wait(250.0)
         original(self)
 
     TensorWriter.close = slow  # type: ignore[method-assign]
@@ -248,6 +249,7 @@ def held_up(path: str) -> dict[str, Any]:
         first = engine.save(path, asynchronous=True)
         engine.train_step(engine.shard_batch(batches()[1]))
         going_on = not first.done
+        trained.set()
         second = engine.save(path, asynchronous=True)  # behind the first
         in_order = first.done and first.seconds > 0.6
         engine.train_step(engine.shard_batch(batches()[2]))

@@ -26,7 +26,7 @@ from meshfold.models import GPT, GPTConfig
 from meshfold.zero_gemini import DiskError
 from meshfold.zero_gemini.optimizer import DiskSettings
 
-LIMIT_S = 60.0
+LIMIT_S = 240.0
 
 
 def gpt() -> GPT:

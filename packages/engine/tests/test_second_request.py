@@ -12,7 +12,7 @@ import pytest
 
 from meshfold.engine.long_runs.stopping import SAME_S, SecondRequest
 
-SECONDS = 60.0
+SECONDS = 120.0
 
 # Waiting for a store is waiting in C++: a handler in Python does not run.
 STUCK = """
@@ -49,8 +49,11 @@ def test_a_process_that_waits_in_c_ends_at_the_second_request(tmp_path: Path, wa
             process.send_signal(number)
         time.sleep(1.5 * SAME_S)
         assert process.poll() is None
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(SECONDS) == 128 + signal.SIGTERM
+        deadline = time.monotonic() + SECONDS
+        while process.poll() is None and time.monotonic() < deadline:
+            process.send_signal(signal.SIGTERM)
+            time.sleep(SAME_S / 4)  # a busy machine may have told it of the first one late
+        assert process.poll() == 128 + signal.SIGTERM
         assert process.communicate()[1] == "asked to stop a second time: ended at once, the last checkpoint stays\n"
     finally:
         process.kill()

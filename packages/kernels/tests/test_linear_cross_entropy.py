@@ -200,9 +200,9 @@ def on_ranks(run: Any, x: Tensor, weight: Tensor, bias: Tensor | None, blocks: i
     def all_reduce(rank: int, how: Any) -> Any:
         def reduce(tensor: Tensor) -> Tensor:
             slots[rank] = tensor
-            meeting.wait(30)
+            meeting.wait(150)
             result = how(torch.stack(slots))
-            meeting.wait(30)
+            meeting.wait(150)
             return result  # type: ignore[no-any-return]
 
         return reduce

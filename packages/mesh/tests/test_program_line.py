@@ -15,13 +15,23 @@ import torch
 from meshfold.mesh.recording.program_line import Location, _stack, main_line, own_line, raised_at
 
 
+def await_main_thread(function: str, innermost: str = "") -> None:
+    """Wait until the main thread is in a function, and in another one at its end."""
+    main = threading.main_thread().ident or 0
+    while True:
+        names = [frame.f_code.co_name for frame, _ in traceback.walk_stack(sys._current_frames()[main])]
+        if function in names and innermost in ("", names[0]):
+            return
+        time.sleep(0.001)
+
+
 def in_thread(wait: Callable[[threading.Event], None], times: int = 1) -> list[str]:
     """Return the main thread's line as another thread reads it while the main thread is in ``wait``."""
     found: list[str] = []
     done = threading.Event()
 
     def read() -> None:
-        time.sleep(0.05)
+        await_main_thread(wait.__name__)
         found.extend(main_line() for _ in range(times))
         done.set()
 
@@ -68,7 +78,7 @@ def test_stacks_of_any_depth(depth: int) -> None:
     read: list[list[Location]] = []
 
     def look() -> None:
-        time.sleep(0.05)
+        await_main_thread("waits_here", "wait")
         read.append(_stack(threading.main_thread().ident or 0))
         done.set()
 

@@ -27,7 +27,7 @@ from meshfold.mesh.watchdog import diagnosis, monitor
 from meshfold.mesh.watchdog.rank_errors import report_errors
 
 LONG = timedelta(seconds=300)
-SECONDS = 60.0
+SECONDS = 120.0
 
 
 def gone() -> Address:

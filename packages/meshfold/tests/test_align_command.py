@@ -213,7 +213,7 @@ def test_phases_of_memory(data: Path, capsys: pytest.CaptureFixture[str]) -> Non
 def test_a_killed_run_goes_on(data: Path) -> None:
     """A process that is killed in the middle, and resumed, makes the steps of one that is not."""
     words = ["align", "grpo", "--data", str(data / "prompts.jsonl"), "--reward", f"{data}/rewards.py:letters"]
-    words += ["--max-new-tokens", "3", "--steps", "40", "--save-every", "2", "--precision", "fp64", *SMALL]
+    words += ["--max-new-tokens", "3", "--steps", "4000", "--save-every", "2", "--precision", "fp64", *SMALL]
     command = [sys.executable, "-m", "meshfold.cli", *words, "--out", str(data / "killed")]
     running = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     latest = data / "killed" / "latest.json"
@@ -223,7 +223,7 @@ def test_a_killed_run_goes_on(data: Path) -> None:
     running.kill()
     assert running.wait() == -signal.SIGKILL
     made = json.loads(latest.read_text())["step"]
-    assert 0 < made < 40
+    assert 0 < made < 4000
     steps = ["--steps", str(made + 3)]
     assert main(["align", "grpo", "--resume", "--out", str(data / "killed"), *steps]) == 0
     assert main([*words, "--out", str(data / "whole"), *steps]) == 0

@@ -679,7 +679,10 @@ def test_ctrl_c_leaves_a_checkpoint_and_no_process_behind(
         assert len(children) == processes * (2 if start == "warm" else 1) - 1
         process.send_signal(signal.SIGINT)
         assert process.wait(timeout=120) == 130
-        assert not any(Path(f"/proc/{pid}").exists() for pid in children) and not _processes_in(tmp_path)
+        deadline = time.monotonic() + 60
+        while any(Path(f"/proc/{pid}").exists() for pid in children) or _processes_in(tmp_path):
+            assert time.monotonic() < deadline  # the kernel ends them a moment later
+            time.sleep(0.02)
         assert process.stderr is not None
         assert "asked to stop; Ctrl-C again ends" in process.stderr.read()
         assert (tmp_path / "out" / "checkpoint" / "state.json").exists()

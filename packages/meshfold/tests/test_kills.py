@@ -16,6 +16,7 @@ import torch
 from meshfold.engine import Checkpoint, Engine
 from meshfold.engine.long_runs.stopping import GracefulStop
 from meshfold.mesh.testing import RankFailure, ranks, run_on_ranks
+from meshfold.mesh.watchdog import monitor
 from meshfold.models import GPT, GPTConfig
 
 STEPS = 16
@@ -105,10 +106,11 @@ def test_sixty_kills(name: str, kills: int, tmp_path: Path) -> None:
 
 
 def stopped_in_the_middle(victim: int) -> None:
-    engine = Engine(gpt, dict(data=2, tensor=2), optimizer=dict(name="adamw", lr=1e-2), watchdog=LIMIT_S)
+    engine = Engine(gpt, dict(data=2, tensor=2), optimizer=dict(name="adamw", lr=1e-2), watchdog=PATIENCE_S)
     for step in range(4):
         engine.train_step(engine.shard_batch(rows(step)))
-    time.sleep(1.0)  # so that the others know how far this one had come
+    monitor.watch(LIMIT_S)  # after the first steps, which take long on a busy machine
+    monitor._running[1]._diagnosis.publish()  # type: ignore[index]  # so that the others know how far this one had come
     if engine.mesh.rank == victim:
         os.kill(os.getpid(), signal.SIGSTOP)
     engine.train_step(engine.shard_batch(rows(4)))

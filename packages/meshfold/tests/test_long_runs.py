@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import random
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -71,6 +74,15 @@ def wait_for_steps(out: Path, steps: int, *jobs: subprocess.Popen[bytes]) -> Non
         time.sleep(0.02)
 
 
+def free_port() -> int:
+    """A port that nobody listens on, and that the system gives to nobody who asks for any."""
+    while True:
+        port = random.SystemRandom().randrange(15_000, 32_000)
+        with socket.socket() as listener, contextlib.suppress(OSError):
+            listener.bind(("127.0.0.1", port))
+            return port
+
+
 def ranks_in(work: Path) -> list[int]:
     """The processes of the ranks that were started in a folder."""
     found = []
@@ -88,7 +100,7 @@ def ranks_in(work: Path) -> list[int]:
 def test_sigterm_ends_with_a_checkpoint_that_fewer_ranks_go_on_from(
     text: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["train", "--data", str(text), *SMALL, "--no-plan", "--steps", "400", "--parallel", "data=2"]
+    words = ["train", "--data", str(text), *SMALL, "--no-plan", "--steps", "100000", "--parallel", "data=2"]
     job = started(tmp_path, *words, "--out", "run", "--resume", "auto")
     out = tmp_path / "run"
     wait_for_steps(out, 3, job)
@@ -96,7 +108,7 @@ def test_sigterm_ends_with_a_checkpoint_that_fewer_ranks_go_on_from(
     assert job.wait(LIMIT_S) == 75
     log = (tmp_path / "log.txt").read_text()
     done = len(losses(out))
-    assert 3 <= done < 400
+    assert 3 <= done < 100_000
     assert f"stopped on request after step {done}, checkpoint: run/checkpoint; resume with --resume" in log
     assert "Traceback" not in log and "exited with" not in log
     assert json.loads((out / "checkpoint" / "state.json").read_text())["step"] == done
@@ -206,7 +218,7 @@ def test_two_nodes_meet_and_meet_again_after_a_kill(text: Path, tmp_path: Path) 
         "--nodes",
         2,
         "--rendezvous",
-        "127.0.0.1:29713",
+        f"127.0.0.1:{free_port()}",
         "--restarts",
         3,
         "-m",

@@ -288,7 +288,7 @@ def test_a_disk_that_breaks_stops_the_step_that_needs_it(tmp_path: Path) -> None
 
 
 def test_a_disk_that_breaks_on_one_rank_of_two_stops_both(tmp_path: Path) -> None:
-    run_on_ranks(2, disk_breaks, 2, 1, str(tmp_path), timeout_s=60.0)
+    run_on_ranks(2, disk_breaks, 2, 1, str(tmp_path))
 
 
 def test_a_move_to_a_disk_that_breaks_changes_nothing(tmp_path: Path) -> None:

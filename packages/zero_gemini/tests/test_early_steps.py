@@ -636,7 +636,7 @@ def disk_breaks(bad: int) -> None:
 
 
 def test_a_disk_that_breaks_on_one_rank_is_told_to_all() -> None:
-    run_on_ranks(2, disk_breaks, 1, timeout_s=60.0)
+    run_on_ranks(2, disk_breaks, 1)
 
 
 def refusals() -> None:

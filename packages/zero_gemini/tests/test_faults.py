@@ -26,7 +26,7 @@ from meshfold.zero_gemini.errors import DiskError, Faults, OutOfBudget, RankErro
 from meshfold.zero_gemini.optimizer import DiskSettings
 from meshfold.zero_gemini.optimizer import kernel_runs as runs_module
 
-LIMIT_S = 60.0
+LIMIT_S = 240.0
 HOST, DISK = ChunkPlacement(parameters="host", state="host"), ChunkPlacement(parameters="host", state="disk")
 RESIDENT_DISK = ChunkPlacement(state="disk")
 

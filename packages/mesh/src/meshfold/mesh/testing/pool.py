@@ -27,7 +27,7 @@ from meshfold.mesh.processes.rendezvous import is_ending
 from meshfold.mesh.testing.fork_server import ForkServer, can_be_copied
 from meshfold.mesh.testing.rank import Answer, Call
 
-_START_TIMEOUT_S = 120.0
+_START_TIMEOUT_S = 240.0
 _MOST_POOLS = (
     4  # one per size that suites use: 1, 2, 4 and 8; idle ranks share most of their memory with the fork server
 )

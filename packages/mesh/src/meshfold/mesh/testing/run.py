@@ -20,7 +20,7 @@ from meshfold.mesh.testing.rank import Call
 P = ParamSpec("P")
 R = TypeVar("R")
 
-DEFAULT_TIMEOUT_S = 120.0
+DEFAULT_TIMEOUT_S = 240.0
 
 
 def close_pools() -> None:
