@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 import torch
 from align_models import SPECS, WORDS, hugging_face, llama
+from test_rollouts import PROMPTS, Numbers, small
 from torch import nn
 
-from meshfold.align import SFT, Completion, Preference, RewardModel, fit, scorer
+from meshfold.align import PPO, SFT, Completion, Preference, RewardModel, fit, scorer
 from meshfold.checkpoint import CheckpointError
 from meshfold.engine import Engine
+from meshfold.inference import Sampling
 from meshfold.mesh.testing import run_on_ranks
 
 SETTINGS: dict[str, Any] = dict(optimizer=dict(name="sgd", lr=0.1), precision="fp64", seed=3, batch_size=2)
@@ -71,6 +73,25 @@ def test_the_folder_of_a_run_is_a_start_too(tmp_path: Path) -> None:
     assert trained.keys() == found.keys() and all(torch.equal(found[name], value) for name, value in trained.items())
 
 
+def test_a_critic_starts_from_that_of_a_run(tmp_path: Path) -> None:
+    """With its head, not from the policy that is beside it."""
+
+    def ppo(**starts: str) -> PPO:
+        settings = dict(sampling=Sampling(max_new_tokens=2), epochs=1, **SETTINGS)
+        return PPO(llama, scorer(llama), PROMPTS, [small], Numbers(), **settings, **starts)
+
+    first = ppo()
+    fit(first, 1, str(tmp_path / "ppo"))
+    found = {name: engine.full_state_dict() for name, engine in first.engines.items()}
+    first.close()
+    again = ppo(start=str(tmp_path / "ppo"), critic_start=str(tmp_path / "ppo"))
+    for name, engine in again.engines.items():
+        trained = engine.full_state_dict()
+        assert trained.keys() == found[name].keys(), name
+        assert all(torch.equal(found[name][each], value) for each, value in trained.items()), name
+    again.close()
+
+
 def test_another_model_is_refused_as_ever(tmp_path: Path) -> None:
     """Only a head of one output may differ; and what is only to score must have one already."""
 
@@ -82,11 +103,21 @@ def test_another_model_is_refused_as_ever(tmp_path: Path) -> None:
         def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
             return self.head(self.middle(self.embed(input_ids)))  # type: ignore[no-any-return]
 
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.scale = scorer(llama)(), nn.Parameter(torch.ones(()))
+
+        def forward(self, input_ids: torch.Tensor) -> Any:
+            return self.body(input_ids)
+
     for name, model in (("llama", llama()), ("other", Other())):
         with Engine(model, dict(), optimizer=dict(name="sgd", lr=0.1)) as engine:
             engine.save(tmp_path / name)
     with pytest.raises(CheckpointError, match="belongs to another model"):
         RewardModel(scorer(llama), PAIRS, start=str(tmp_path / "other"), **SETTINGS)
+    with pytest.raises(CheckpointError, match="belongs to another model"):
+        RewardModel(Scaled(), PAIRS, start=str(tmp_path / "llama"), **SETTINGS)
     with pytest.raises(CheckpointError, match="shape"):
         RewardModel(scorer(llama), [], start=str(tmp_path / "llama"), **SETTINGS)
     with pytest.raises(CheckpointError, match="does not exist"):

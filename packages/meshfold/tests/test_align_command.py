@@ -117,6 +117,11 @@ def test_a_folder_is_all_that_the_next_stage_needs(kind: str, data: Path, capsys
     stage("ppo", "prompts", "critic", *start, *judged, *sampling, "--critic-start", str(data / "sft"), *still)
     critic = weights(data / "critic" / "step-00000001" / "critic")
     assert all(torch.allclose(critic[name], before[name], rtol=0, atol=1e-20) for name in body)
+    trained = ["--critic-start", str(data / "ppo")]  # its critic, not its policy
+    stage("ppo", "prompts", "again", *start, *judged, *sampling, *trained, *still)
+    first, again = (weights(data / run / "step-00000001" / "critic") for run in ("ppo", "again"))
+    assert first["head.weight"].shape == (1, 16)
+    assert all(torch.allclose(again[name], first[name], rtol=0, atol=1e-20) for name in first)
     assert f"dpo of the {kind} of {data / 'sft'}" in capsys.readouterr().out
     folder = str(data / "sft")
     for trainer, more, said in (

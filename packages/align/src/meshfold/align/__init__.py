@@ -54,7 +54,7 @@ from meshfold.align.reward import RewardModel, scorer
 from meshfold.align.rewards import Rewards
 from meshfold.align.rollout import Correction, EngineRollouts, Rollout
 from meshfold.align.rows import completion_rows, group_rows, pack, pair_rows
-from meshfold.align.run import Trainer, fit, latest_step, step_path
+from meshfold.align.run import Trainer, fit, latest_step, run_checkpoint, step_path
 from meshfold.align.server_rollouts import ServerRollouts
 from meshfold.align.sft import SFT
 from meshfold.align.sharing import SharedPrompts, unfolded
@@ -127,6 +127,7 @@ __all__ = [
     "read_records",
     "reward_losses",
     "rewards_of_tokens",
+    "run_checkpoint",
     "scorer",
     "simpo_losses",
     "step_path",

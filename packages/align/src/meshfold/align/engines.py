@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from meshfold.align.objective import Objective
-from meshfold.align.run import latest_step, step_path
+from meshfold.align.run import run_checkpoint
 from meshfold.checkpoint import CheckpointError
 from meshfold.engine import Engine
 from meshfold.engine.checkpoints import Checkpoint, read_whole, with_plain_names
@@ -65,8 +65,7 @@ def start_from(engine: Engine, start: str | None, *, new_head: bool = False) -> 
     """
     if start is None:
         return
-    step = latest_step(start)
-    start = start if step is None else step_path(start, step)
+    start = run_checkpoint(start) or start
     if not new_head:
         engine.load(start, weights_only=True)
         return
@@ -85,7 +84,7 @@ def start_from(engine: Engine, start: str | None, *, new_head: bool = False) -> 
     theirs = [name for name in given if name not in sources or name in mine]
     # A module each, mine with one output: else it is another model, and loading it says where.
     modules = [{name.rpartition(".")[0] for name in names} for names in (mine, theirs)]
-    if all(sources[name].shape[0] == 1 for name in mine) and max(map(len, modules)) == 1:
+    if all(sources[name].shape[:1] == (1,) for name in mine) and max(map(len, modules)) == 1:
         kept = read_whole({name: sources[name] for name in mine}, engine.world, what)
         given = {name: value for name, value in given.items() if name not in theirs} | kept
     engine.load_state_dict(given)

@@ -27,7 +27,7 @@ from meshfold.align.rewards import Rewards
 from meshfold.align.rollout import Correction, EngineRollouts, Rollout, sampling_until
 from meshfold.align.rollout_ranks import parts_of
 from meshfold.align.rows import completion_rows, model_inputs, shuffled
-from meshfold.align.run import in_micro_steps
+from meshfold.align.run import in_micro_steps, run_checkpoint
 from meshfold.engine import Engine
 from meshfold.inference import Sampling
 from meshfold.mesh import SpecError, key_of
@@ -93,7 +93,8 @@ class PPO:
             rollout, importance, max_staleness, memory: as of :class:`meshfold.align.GRPO`; weights are those of the policy's
                 losses.
             reference, parallel, micro_steps, seed, settings: as of :class:`meshfold.align.DPO`; the spec is of all models.
-            start, critic_start: checkpoints to take weights from; a reward model's for the critic, or a policy's without its head.
+            start, critic_start: checkpoints or folders of runs to take weights from; a reward model's or a run of PPO's critic for
+                the critic, or a policy's without its head.
             critic_optimizer: of the critic; None: as the policy's.
 
         Raises:
@@ -158,7 +159,7 @@ class PPO:
                 critic,
                 self.phases.spec("critic"),
                 micro_steps=micro_steps,
-                start=critic_start,
+                start=critic_start and (run_checkpoint(critic_start, "critic") or critic_start),
                 new_head=True,
                 **of_critic,
             )

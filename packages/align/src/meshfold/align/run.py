@@ -121,6 +121,15 @@ def step_path(out: str, step: int, name: str = "policy") -> str:
     return str(Path(out) / f"step-{step:08d}" / name)
 
 
+def run_checkpoint(out: str, name: str = "policy") -> str | None:
+    """Return a run's last checkpoint of an engine, or of the policy if it has no such engine; None if there is none."""
+    step = latest_step(out)
+    if step is None:
+        return None
+    found = step_path(out, step, name)
+    return found if Path(found).is_dir() else step_path(out, step)
+
+
 def in_micro_steps(batch: Mapping[str, Any], parts: int) -> list[dict[str, Any]]:
     """Split a batch into parts with equal numbers of rows; the first parts get one more if some are left.
 

@@ -121,7 +121,8 @@ def _scorer_of(option: str, path: str | None, arguments: argparse.Namespace, cho
     """Return a model of scores: that of a checkpoint, whose sizes may be others, else one like the policy."""
     found = None
     if path is not None and arguments.hf is None:
-        found = model_of(option, path, vocab_size=choice.vocab_size, seq_len=longest)
+        name = "critic" if option == "--critic-start" else "policy"
+        found = model_of(option, path, vocab_size=choice.vocab_size, seq_len=longest, name=name)
         if found is None:
             raise SpecError(
                 f"{option} {path!r} is not a model of ours, as the policy is: train it by meshfold align reward --start, from the "
@@ -250,7 +251,7 @@ def _trainer(
         rewards,
         tokenizer,
         epochs=a.epochs,
-        critic_start=checkpoint_of(a.critic_start),
+        critic_start=checkpoint_of(a.critic_start, "critic"),
         **common,
     )
 

@@ -19,14 +19,19 @@ TRAINERS = ("sft", "reward", "dpo", "kto", "grpo", "ppo")
 """Trainers of ``meshfold align``."""
 
 
-def checkpoint_of(path: str | None) -> str | None:
-    """Return the checkpoint of a run of ``meshfold align`` or ``train``, or the folder if it is one itself."""
+def checkpoint_of(path: str | None, name: str = "policy") -> str | None:
+    """Return the checkpoint of a run of ``meshfold align`` or ``train``, or the folder if it is one itself.
+
+    Args:
+        path: the folder.
+        name: of an engine, "critic" of PPO; of a run without it the policy's is taken.
+    """
     if path is None:
         return None
-    step = align.latest_step(path)
-    if step is not None:
-        return align.step_path(path, step)
-    for inside in ("checkpoint", "policy"):  # of meshfold train; of a step of meshfold align
+    found = align.run_checkpoint(path, name)
+    if found is not None:
+        return found
+    for inside in ("checkpoint", name, "policy"):  # of meshfold train; of a step of meshfold align
         if (Path(path) / inside / _STATE).is_file():
             return str(Path(path) / inside)
     return path
@@ -102,7 +107,9 @@ def _after(words: Sequence[str], option: str) -> str | None:
     return found
 
 
-def model_of(option: str, path: str, *, vocab_size: int | None, seq_len: int) -> ModelChoice | None:
+def model_of(
+    option: str, path: str, *, vocab_size: int | None, seq_len: int, name: str = "policy"
+) -> ModelChoice | None:
     """Return the model of a checkpoint of ours; None if its description has none of ours.
 
     Args:
@@ -110,11 +117,12 @@ def model_of(option: str, path: str, *, vocab_size: int | None, seq_len: int) ->
         path: the folder.
         vocab_size: of the tokens; None if it is not known.
         seq_len: tokens of the longest sequence.
+        name: as of :func:`checkpoint_of`.
 
     Raises:
         SpecError: if the model cannot take the tokens.
     """
-    described: Mapping[str, Any] = parse_json_object((Path(str(checkpoint_of(path))) / _STATE).read_bytes())
+    described: Mapping[str, Any] = parse_json_object((Path(str(checkpoint_of(path, name))) / _STATE).read_bytes())
     described = described.get("model") or {}
     if described.get("kind") in (None, "hf"):
         return None
@@ -125,14 +133,14 @@ def model_of(option: str, path: str, *, vocab_size: int | None, seq_len: int) ->
     if config.learned_positions is None and seq_len > config.max_positions:
         config = replace(config, max_positions=seq_len)
     alike = (
-        name
-        for name, preset in PRESETS.items()
+        known
+        for known, preset in PRESETS.items()
         if type(preset) is type(config)
         and replace(preset, vocab_size=config.vocab_size, max_positions=config.max_positions) == config
     )
-    name = next(alike, f"the {config.kind} of {path}")
+    called = next(alike, f"the {config.kind} of {path}")
     try:
-        check_sizes(name, config.vocab_size, config.max_positions, vocab_size, seq_len)
+        check_sizes(called, config.vocab_size, config.max_positions, vocab_size, seq_len)
     except SpecError as error:
         raise SpecError(f"{option} {path!r}: {error}") from None
-    return ModelChoice(name=name, vocab_size=config.vocab_size, build=lambda: build(config))
+    return ModelChoice(name=called, vocab_size=config.vocab_size, build=lambda: build(config))
