@@ -98,22 +98,24 @@ def test_objective_of_own_models() -> None:
     check(gpt, SPECS["tensor"], kernels="off")
 
 
+@pytest.mark.parametrize(
+    "names", [("tensor", "pipeline"), pytest.param(("data", "sequence"), marks=pytest.mark.slow)], ids=" and ".join
+)
 @ranks(2)
-def test_objective_of_hugging_face() -> None:
-    for name in ("data", "tensor", "pipeline", "sequence"):
+def test_objective_of_hugging_face(names: tuple[str, ...]) -> None:
+    for name in names:
         check(hugging_face, SPECS[name], within=2e-6, **FUSED)  # it takes norms in float32
 
 
 @ranks(4)
 def test_objective_on_4() -> None:
-    for name in ("2d", "zero 3 and tensor"):
-        check(llama, SPECS_OF_4[name], **FUSED)
+    check(llama, SPECS_OF_4["zero 3 and tensor"], **FUSED)
 
 
 @pytest.mark.slow
 @ranks(4)
 def test_objective_on_4_in_more_specs() -> None:
-    for name in ("2.5d", "3d", "data and pipeline", "ulysses and data"):
+    for name in ("2d", "2.5d", "3d", "data and pipeline", "ulysses and data"):
         check(llama, SPECS_OF_4[name], **FUSED)
 
 

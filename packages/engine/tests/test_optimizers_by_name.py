@@ -166,11 +166,12 @@ ZERO_EXPERTS = dict(data=4, expert=2, zero=dict(stage=2))
 @pytest.mark.parametrize(
     "runs",
     [
-        [("adafactor", EXPERTS), ("muon", ZERO_EXPERTS), ("came", ZERO_EXPERTS)],
+        [("adafactor", EXPERTS), ("muon", ZERO_EXPERTS)],
         pytest.param(
             [
                 ("muon", EXPERTS),
                 ("came", dict(data=4, expert=2)),
+                ("came", ZERO_EXPERTS),
                 ("lamb", ZERO_EXPERTS),
                 ("adafactor", dict(data=2, expert=2, zero=dict(stage=1), tensor=2)),
                 ("adafactor_hf", ZERO_EXPERTS),
