@@ -86,7 +86,7 @@ class Flat(Own):
 class Attention(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.num_heads = 2
+        self.num_heads = 4
         self.q_proj, self.k_proj, self.v_proj, self.out_proj = (nn.Linear(16, 16) for _ in range(4))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -112,15 +112,27 @@ class AttentionBlock(nn.Module):
 class Attending(Own):
     """With attention, whose scores are fewer than half of the logits."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, line: Line = shifted, words: int = WORDS, tied: bool = False) -> None:
+        super().__init__(line, words, tied)
         self.blocks = nn.ModuleList(AttentionBlock() for _ in range(2))
 
 
-def check(make: Callable[[], nn.Module], parallel: dict[str, Any], most: int, rows: int = 4) -> None:
+def check(
+    make: Callable[[], nn.Module],
+    parallel: dict[str, Any],
+    most: int,
+    *,
+    rows: int = 4,
+    length: int | None = None,
+    loss_fn: Line | None = None,
+) -> None:
     """Compare two steps and an evaluation with plain torch; ``most``: elements that a tensor may have."""
-    batch, rate = dict(input_ids=IDS[:rows], labels=LABELS[:rows]), 0.5
+    ids, labels, rate = IDS[:rows, :length], LABELS[:rows, :length], 0.5
+    batch: Any = dict(input_ids=ids, labels=labels)
     settings: dict[str, Any] = dict(precision="fp64", optimizer=dict(name="sgd", lr=rate), kernels=dict(loss=True))
+    if loss_fn is not None:
+        batch = (ids, labels)
+        settings["loss_fn"] = lambda logits, batch: loss_fn(logits, batch[1])
     with small_chunks(), Engine(make, parallel, **settings) as engine:
         plain = make().double()
         plain.load_state_dict(engine.full_state_dict())
@@ -131,7 +143,7 @@ def check(make: Callable[[], nn.Module], parallel: dict[str, Any], most: int, ro
     want = []
     for step in range(3):
         plain.zero_grad()
-        loss = plain(**batch)["loss"]
+        loss = plain(ids, labels)["loss"] if loss_fn is None else loss_fn(plain(ids), labels)
         want.append(loss.item())
         if step < 2:
             loss.backward()
@@ -185,7 +197,9 @@ def test_two_ranks(line: str, spec: dict[str, Any]) -> None:
 @pytest.mark.slow
 @ranks(2)
 def test_attention_by_tokens() -> None:
-    check(Attending, dict(tensor=dict(size=2, attention="tokens")), 2 * CHUNK)  # scores: 4 rows, 2 heads, 128 x 128
+    check(
+        Attending, dict(tensor=dict(size=2, attention="tokens")), 2 * CHUNK
+    )  # scores: 4 rows, 2 of 4 heads, 128 x 128
 
 
 @pytest.mark.slow
@@ -204,3 +218,35 @@ def test_four_ranks(spec: str, tied: bool) -> None:
 def test_eight_ranks(spec: str, tied: bool) -> None:
     parallel, most = EIGHT[spec]
     check(partial(Own, by_row, WORDS, tied), parallel, most)
+
+
+RING, ULYSSES = (dict(mode=mode, size=2) for mode in ("ring", "ulysses"))
+
+
+@ranks(2)
+def test_a_loss_of_whole_sequences() -> None:
+    """A loss_fn where ranks share sequences, which are padded to 128 tokens."""
+    check(Attending, dict(sequence=RING), 2 * CHUNK, length=127, loss_fn=by_row)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("line", LINES)
+@pytest.mark.parametrize("sequence", [RING, ULYSSES], ids=["ring", "ulysses"])
+@ranks(2)
+def test_whole_sequences(sequence: dict[str, Any], line: str) -> None:
+    check(Attending, dict(sequence=sequence), 2 * CHUNK, loss_fn=LINES[line])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sequence", [RING, ULYSSES], ids=["ring", "ulysses"])
+@ranks(4)
+def test_whole_sequences_in_1d(sequence: dict[str, Any]) -> None:
+    check(Attending, dict(tensor=2, sequence=sequence), CHUNK, loss_fn=shifted)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("line", LINES)
+@pytest.mark.parametrize("sequence", [RING, ULYSSES], ids=["ring", "ulysses"])
+@ranks(8)
+def test_whole_sequences_in_2d(sequence: dict[str, Any], line: str) -> None:
+    check(Attending, dict(tensor=dict(size=4, mode="2d"), sequence=sequence), CHUNK, loss_fn=LINES[line])

@@ -178,6 +178,15 @@ def one_rank_looks() -> tuple[str, float]:
 
 def one_rank_looks_in_its_loss() -> tuple[str, float]:
     """Look where the loss leaves logits out that every rank would have whole."""
+    return looked_in_a_loss(dict(tensor=2))
+
+
+def one_rank_looks_at_whole_sequences() -> tuple[str, float]:
+    """Do so where ranks have tokens of them."""
+    return looked_in_a_loss(dict(sequence=dict(mode="ring", size=2)))
+
+
+def looked_in_a_loss(parallel: Spec) -> tuple[str, float]:
     diagnosis._BEAT_S = 0.2
     steps, ids = [], batch()["input_ids"]
 
@@ -188,7 +197,7 @@ def one_rank_looks_in_its_loss() -> tuple[str, float]:
         return F.cross_entropy(output.logits.flatten(0, 1), ids.flatten())
 
     settings: dict[str, Any] = dict(optimizer=dict(name="sgd", lr=0.1), kernels=dict(loss=True), watchdog=100.0)
-    with Engine(gpt, dict(tensor=2), loss_fn=loss_fn, **settings) as engine:
+    with Engine(gpt, parallel, loss_fn=loss_fn, **settings) as engine:
         began = time.monotonic()
         try:
             for _ in range(2):
@@ -198,7 +207,7 @@ def one_rank_looks_in_its_loss() -> tuple[str, float]:
     return "", 0.0
 
 
-@pytest.mark.parametrize("look", [one_rank_looks, one_rank_looks_in_its_loss])
+@pytest.mark.parametrize("look", [one_rank_looks, one_rank_looks_in_its_loss, one_rank_looks_at_whole_sequences])
 def test_a_rank_that_looks_alone_is_told_what_to_write(look: Callable[[], tuple[str, float]]) -> None:
     close_pools()
     try:
@@ -206,7 +215,7 @@ def test_a_rank_that_looks_alone_is_told_what_to_write(look: Callable[[], tuple[
     finally:
         close_pools()
     text, seconds = found[0]
-    what = "output.logits" if look is one_rank_looks else "the output of head"
+    what = "the output of head" if look is one_rank_looks_in_its_loss else "output.logits"
     assert text.startswith(f"{what} cannot be read at test_read_logits.py:") and seconds < 80.0
     assert "Read it on all ranks and use the result on one" in text
     assert "rank 0 failed" in found[1][0] and f"{what} cannot be read" in found[1][0]

@@ -21,14 +21,15 @@ from meshfold.engine.experts import balances
 from meshfold.engine.sequence.checks import check_mixing
 from meshfold.engine.sequence.incoming import Forward, Incoming, Labels, next_token_losses
 from meshfold.engine.world import World
-from meshfold.kernels.fuse import LazyLogits
+from meshfold.kernels.fuse import LazyLogits, SplitRows
 from meshfold.mesh import LayoutError, Mesh, SpecError
 from meshfold.mesh.collectives import gather, gather_blocks, scatter_sums
-from meshfold.mesh.model_io import ShardedOutput, lazy_gather, map_tensors
+from meshfold.mesh.model_io import ShardedOutput, lazy_gather, map_tensors, meet_to_read
 from meshfold.mesh.spec import SequenceSpec
 from meshfold.sequence import ImageTokens, WeightDropout, sequence_mode, sequence_parallel
 from meshfold.tensor_parallel import find_mode
 from meshfold.tensor_parallel.convert import find_functional_dropout, row_multiple
+from meshfold.tensor_parallel.layers import checked
 
 if TYPE_CHECKING:
     from meshfold.tensor_parallel.convert import FunctionalDropout
@@ -190,7 +191,7 @@ class Outgoing:
             SpecError: for an output without a loss, or tensors that are not along the tokens.
         """
         if now.share is None:
-            return map_tensors(output, lambda _, value: self._whole(value, now), deep=True)
+            return map_tensors(output, lambda name, value: self._whole(name, value, now), deep=True)
         share, place = now.share, _place_of_loss(output)
         if place is None:
             self._refuse(f"the model was given labels but returned {type(output).__name__} without a loss")
@@ -212,14 +213,48 @@ class Outgoing:
         part = torch.where(share > 0, mine.double() * share, 0.0)
         return gather(part.view(1), self._mesh, 0, self._axes).sum().to(mine.dtype)
 
-    def _whole(self, value: Tensor, now: Forward) -> Tensor:
+    def _whole(self, name: str, value: Tensor, now: Forward) -> Tensor:
         local = now.sharding.local
         if value.dim() < 2 or value.shape[0] != now.rows or value.shape[1] != local:
             self._refuse(
                 f"the model returned a tensor {list(value.shape)}, but with a split sequence outputs must have this rank's "
                 f"tokens, here [{now.rows}, {local}, ...], to be joined"
             )
-        return now.sharding.join(gather(value, self._mesh, 1, self._axes), 1)
+
+        def whole(piece: Tensor) -> Tensor:
+            return now.sharding.join(gather(piece, mesh, 1, axes), 1)
+
+        def read(piece: Tensor) -> Tensor:
+            meet_to_read(name, tuple(mesh.first_rank + rank for rank in mesh.ranks_along(*axes)))
+            return whole(piece)
+
+        mesh, axes = self._mesh, self._axes
+        lazy = value.joined(self._rows(value, now), read) if isinstance(value, LazyLogits) else None
+        return whole(value) if lazy is None else lazy
+
+    def _rows(self, logits: LazyLogits, now: Forward) -> SplitRows:
+        """Return how the rows of whole sequences are split, for a loss of them.
+
+        Gradients are summed over the ranks, as those of gathered logits are.
+        """
+        mesh, axes, sharding, rows = self._mesh, self._axes, now.sharding, now.rows
+        length, words = sharding.length, logits.shape[-1]
+        rank = mesh.index(*axes)
+
+        def targets(target: Tensor, ignore_index: int) -> Tensor:
+            target = checked(target, words, "label", ignore_index).view(rows, length)
+            return sharding.shard(target, rank, pad=ignore_index).reshape(-1)
+
+        def collect(found: Tensor) -> Tensor:
+            local = found.reshape(-1, rows, sharding.local)
+            return sharding.join(gather(local, mesh, 2, axes), 2).reshape(*found.shape[:-1], rows * length)
+
+        return SplitRows(
+            numbers=torch.arange(rows * length, device=logits.device).view(rows, length, 1),
+            targets=targets,
+            add_up=lambda found: gather(found.view(1), mesh, 0, axes).sum(),
+            collect=collect,
+        )
 
     def _beside(self, name: str, value: Tensor, now: Forward) -> Tensor:
         """Return an output next to the loss; one with a dim of tokens is gathered when it is read."""

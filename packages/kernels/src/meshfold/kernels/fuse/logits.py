@@ -38,8 +38,8 @@ class LazyLogits(Tensor):
 
     head: Head
     rows: Tensor  # ``... k``: the head's input
-    gathered: SplitRows | None  # where the head gathers rows; None: it makes logits of the rows that it is given
-    numbers: Tensor | None  # ``... 1``: of these logits among all rows, where the head gathers them
+    gathered: SplitRows | None  # where rows are gathered; None: these are logits of the rows that the head is given
+    numbers: Tensor | None  # ``... 1``: of these logits among all rows, where rows are gathered
     views: tuple[Callable[[Tensor], Tensor], ...]  # from the rows of the head's output to those of these logits, there
     made_in: int  # number of the head's context
     records: bool  # made with gradients enabled
@@ -137,6 +137,22 @@ class LazyLogits(Tensor):
         """Return what ``finish`` makes of these logits, of a shape; carried out once the values are read."""
         made = self._like(self.rows, shape, self.dtype, self.changes)
         made.finish = (*self.finish, finish)
+        return made
+
+    def joined(self, split: SplitRows, join: Callable[[Tensor], Tensor]) -> LazyLogits | None:
+        """Return the logits of all rows, of which these are a rank's; None for a part of the rows that the head gathers.
+
+        Args:
+            split: how all rows are split over ranks.
+            join: gathers these logits, once values are read.
+        """
+        inner = self.gathered
+        if self.finish or (inner is not None and self.numbers is not inner.numbers):
+            return None
+        shape = (*split.numbers.shape[:-1], self.shape[-1])
+        made = self._like(self.rows, shape, self.dtype, self.changes)
+        made.gathered = split if inner is None else split.around(inner)
+        made.numbers, made.views = split.numbers, (*self.views, join)
         return made
 
     def changed(self, what: str, by: Any) -> LazyLogits:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class SplitRows:
-    """The rows of logits that a head would gather, each rank having some of them.
+    """The rows of logits that would be gathered, each rank having some of them.
 
     Attributes:
         numbers: of all rows in their order, with the shape of the logits but for a last dim of 1.
@@ -31,6 +31,15 @@ class SplitRows:
         if target.numel() != count:
             target = target.new_full((count,), ignore_index).scatter(0, numbers.reshape(-1), target)
         return self.targets(target, ignore_index)
+
+    def around(self, inner: SplitRows) -> SplitRows:
+        """Return how rows are split of which a rank's part is split again over others, as ``inner`` says."""
+        return SplitRows(
+            numbers=self.numbers,
+            targets=lambda target, ignore_index: inner.targets(self.targets(target, ignore_index), ignore_index),
+            add_up=lambda found: self.add_up(inner.add_up(found)),
+            collect=lambda found: self.collect(inner.collect(found)),
+        )
 
     def of_rows(self, numbers: Tensor, found: Tensor) -> Tensor:
         """Return the results for some rows, ``.. m``, from those for this rank's."""

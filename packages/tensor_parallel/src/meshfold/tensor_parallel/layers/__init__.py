@@ -5,6 +5,7 @@ from meshfold.tensor_parallel.layers.linear import Linear
 from meshfold.tensor_parallel.layers.log_probs import log_probs
 from meshfold.tensor_parallel.layers.loss import CausalLMLoss, cross_entropy
 from meshfold.tensor_parallel.layers.norm import LayerNorm, RMSNorm
+from meshfold.tensor_parallel.layers.vocabulary import checked
 
 __all__ = [
     "CausalLMLoss",
@@ -14,6 +15,7 @@ __all__ = [
     "PatchEmbedding",
     "PositionEmbedding",
     "RMSNorm",
+    "checked",
     "cross_entropy",
     "log_probs",
 ]
