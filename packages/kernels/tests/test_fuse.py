@@ -595,7 +595,12 @@ def test_logits_that_wait_give_the_same_loss_and_gradients(case: str, layer: dic
     found = fuse(model, loss=True)
     assert found.modules == {"loss": ("head",)} and found.logits is not None
     calls: list[Tensor] = []
-    model.head.register_forward_hook(lambda module, args, output: calls.append(output))
+
+    def note(module: nn.Module, args: object, output: Tensor) -> None:
+        calls.append(output)
+
+    note.__module__ = "meshfold.hooks"  # a user's hook gets logits
+    model.head.register_forward_hook(note)
     with found.logits.waiting():
         got = [loss := model(ids).double(), *torch.autograd.grad(loss, parameters)]
     for one, other in zip(got, want, strict=True):

@@ -110,6 +110,35 @@ def written_slice(model: Model) -> Tensor:
     return F.cross_entropy(logits.reshape(-1, WORDS), IDS[:, 1:].flatten())
 
 
+def halved_by_a_hook(model: Model) -> Tensor:
+    model.head.register_forward_hook(lambda module, args, output: output * 0.5)
+    return loss_of(model(IDS))
+
+
+def changed_before_the_head(model: Model) -> Tensor:
+    model.head.register_forward_pre_hook(lambda module, args: (args[0] * 0.5,))
+    return loss_of(model(IDS))
+
+
+def seen_by_a_hook(model: Model) -> Tensor:
+    seen: list[Tensor] = []
+    model.head.register_forward_hook(lambda module, args, output: seen.append(output))
+    loss = loss_of(model(IDS))
+    return loss + seen[0].square().mean()
+
+
+def halved_in_backward(model: Model) -> Tensor:
+    model.head.register_full_backward_hook(lambda module, inner, outer: (outer[0] @ model.head.weight * 0.5,))
+    return loss_of(model(IDS))
+
+
+def hooked_once(model: Model) -> Tensor:
+    handle = model.head.register_forward_hook(lambda module, args, output: output * 0.5)
+    first = loss_of(model(IDS))
+    handle.remove()
+    return first + loss_of(model(IDS))
+
+
 @pytest.mark.parametrize(
     "loss",
     [
@@ -123,6 +152,11 @@ def written_slice(model: Model) -> Tensor:
         more_terms,
         written_before_views,
         written_slice,
+        halved_by_a_hook,
+        changed_before_the_head,
+        seen_by_a_hook,
+        halved_in_backward,
+        hooked_once,
     ],
 )
 def test_loss_and_gradients_are_those_of_logits_computed_at_once(loss: Loss) -> None:

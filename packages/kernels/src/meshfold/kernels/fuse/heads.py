@@ -4,7 +4,7 @@
     F.cross_entropy(logits.float().view(-1, v), labels)   # linear_cross_entropy(x, head.weight, labels)
 
 The head is *called* only when the loss is computed. Hooks on it, such as hooks that gather its weights, thus run around the
-computation that needs them.
+computation that needs them. A user's own hook on its output makes the logits be computed at once.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from meshfold.kernels.fuse.logits import LazyLogits, Operands
-from meshfold.kernels.fuse.replaced import candidates, own_forward, watcher
+from meshfold.kernels.fuse.replaced import candidates, is_ours, own_forward, watcher
 from meshfold.kernels.fuse.split_rows import SplitRows
 from meshfold.kernels.inputs import is_autocast
 from meshfold.kernels.logit_chunks import VocabularyShard
@@ -90,6 +90,12 @@ def leaves_out_logits(layer: nn.Module) -> bool:
     """Return True if a layer is a head whose losses were all computed without whole logits; False before the first."""
     head = layer.__dict__.get(_CALL)
     return isinstance(head, Head) and head.losses > 0 and not head.reads
+
+
+def _is_hooked(layer: nn.Module) -> bool:
+    """Return True if a hook of a user's gets a layer's output, or its gradient: those must be logits, and not their loss."""
+    hooks = (layer._forward_hooks, layer._backward_hooks, layer._backward_pre_hooks)
+    return any(not is_ours(hook) for each in hooks for hook in each.values())
 
 
 def _is_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
@@ -170,7 +176,7 @@ class Head:
         """Return True if the logits of ``x`` are to wait."""
         if not self.open or type(x) is not Tensor or torch.compiler.is_compiling():
             return False
-        if x.ndim < 2 or is_autocast(x):
+        if x.ndim < 2 or is_autocast(x) or _is_hooked(self._layer):
             return False
         if self._deferrable is not None and not self._deferrable.defers_logits():
             return False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol, cast
@@ -52,6 +53,13 @@ class ReplacedForward:
 def own_forward(module: nn.Module) -> bool:
     """Return True if a call of a module runs its class's forward, neither replaced nor compiled."""
     return "forward" not in module.__dict__ and not is_compiled(module)
+
+
+def is_ours(hook: Callable[..., Any]) -> bool:
+    """Return True for a hook that a package of ours has registered."""
+    while isinstance(hook, functools.partial):
+        hook = hook.func
+    return str(getattr(hook, "__module__", "")).startswith("meshfold.")
 
 
 def is_compiled(module: nn.Module) -> bool:
