@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from meshfold.engine import Engine
-from meshfold.mesh.testing import ranks
+from meshfold.mesh.testing import Operators, ranks
 
 sys.path.append(str(Path(__file__).parent))  # for the helpers beside this file, on every rank
-from test_first_step_logits import IDS, LABELS, WORDS, LargestTensor, small_chunks
+from test_first_step_logits import IDS, LABELS, WORDS, small_chunks
 
 Line = Callable[[Tensor, Tensor], Tensor]
 
@@ -136,7 +136,7 @@ def check(
     with small_chunks(), Engine(make, parallel, **settings) as engine:
         plain = make().double()
         plain.load_state_dict(engine.full_state_dict())
-        with LargestTensor() as seen:
+        with Operators() as seen:
             got = [engine.train_step(engine.shard_batch(batch)) for _ in range(2)]
             got.append(engine.eval_step(engine.shard_batch(batch)))
         weights = engine.full_state_dict()
