@@ -111,11 +111,14 @@ def test_another_model_is_refused_as_ever(tmp_path: Path) -> None:
         def forward(self, input_ids: torch.Tensor) -> Any:
             return self.body(input_ids)
 
-    for name, model in (("llama", llama()), ("other", Other())):
+    more = scorer(llama)()
+    more.extra = nn.Linear(4, 4)
+    for name, model in (("llama", llama()), ("other", Other()), ("more", more)):
         with Engine(model, dict(), optimizer=dict(name="sgd", lr=0.1)) as engine:
             engine.save(tmp_path / name)
-    with pytest.raises(CheckpointError, match="belongs to another model"):
-        RewardModel(scorer(llama), PAIRS, start=str(tmp_path / "other"), **SETTINGS)
+    for name in ("other", "more"):
+        with pytest.raises(CheckpointError, match="belongs to another model"):
+            RewardModel(scorer(llama), PAIRS, start=str(tmp_path / name), **SETTINGS)
     with pytest.raises(CheckpointError, match="belongs to another model"):
         RewardModel(Scaled(), PAIRS, start=str(tmp_path / "llama"), **SETTINGS)
     with pytest.raises(CheckpointError, match="shape"):

@@ -84,7 +84,7 @@ def start_from(engine: Engine, start: str | None, *, new_head: bool = False) -> 
     theirs = [name for name in given if name not in sources or name in mine]
     # A module each, mine with one output: else it is another model, and loading it says where.
     modules = [{name.rpartition(".")[0] for name in names} for names in (mine, theirs)]
-    if all(sources[name].shape[:1] == (1,) for name in mine) and max(map(len, modules)) == 1:
+    if mine and all(sources[name].shape[:1] == (1,) for name in mine) and max(map(len, modules)) == 1:
         kept = read_whole({name: sources[name] for name in mine}, engine.world, what)
         given = {name: value for name, value in given.items() if name not in theirs} | kept
     engine.load_state_dict(given)
