@@ -15,7 +15,8 @@ class Memory:
         weights: parameters and buffers of the model that are there, packed ones as they are stored.
         pages: keys and values.
         buffers: of the batches that have run, such as tables of pages.
-        work: activations, logits and random numbers of the largest forward; 0 where there are no pages: it is not known.
+        work: activations, logits and random numbers of the largest forward; top-k, top-p and penalties take more. 0 where there are
+            no pages: it is not known.
     """
 
     weights: int
