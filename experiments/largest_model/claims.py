@@ -32,15 +32,20 @@ STEP = 28
 """Bytes a parameter that a step with float16 and Adam reads and writes in the host's memory."""
 
 
-def claims(found: Mapping[str, Any]) -> list[Claim]:
-    """Every claim with its cases."""
-    rows = {row["strategy"]: row for row in found["rows"]}
-    most = {
+def largest(found: Mapping[str, Any]) -> dict[str, float]:
+    """Billions of parameters of the largest model that fits on one GPU, by placement."""
+    return {
         placement: max(
             row["parameters"] / 1e9 for row in found["tried"] if row["placement"] == placement and row["fits"]
         )
         for placement in ("cpu", "auto")
     }
+
+
+def claims(found: Mapping[str, Any]) -> list[Claim]:
+    """Every claim with its cases."""
+    rows = {row["strategy"]: row for row in found["rows"]}
+    most = largest(found)
     alone = rows["gemini-auto"]
 
     def gb(strategy: str) -> list[Case]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments import plotting
+from experiments.largest_model.claims import largest
 
 HEIGHT = 2.2
 
@@ -17,12 +18,7 @@ def draw(found: Mapping[str, Any], file: Path) -> None:
     Raises:
         ImportError: without matplotlib.
     """
-    most = {
-        placement: max(
-            row["parameters"] / 1e9 for row in found["tried"] if row["placement"] == placement and row["fits"]
-        )
-        for placement in ("cpu", "auto")
-    }
+    most = largest(found)
     with plotting.style() as plt:
         figure, axes = plt.subplots(figsize=(plotting.WIDTH, HEIGHT + 1.2), layout="constrained")
         for shift, name, values, colour in (
