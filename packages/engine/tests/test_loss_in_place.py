@@ -64,7 +64,7 @@ class Own(nn.Module):
         super().__init__()
         self.embed, self.norm = nn.Embedding(words, 16), nn.LayerNorm(16)
         self.blocks = nn.ModuleList(Block() for _ in range(2))
-        self.head = nn.Linear(16, words, bias=not tied)
+        self.head = nn.Linear(16, words)
         if tied:
             self.head.weight = self.embed.weight
         self.line = line
@@ -158,18 +158,16 @@ def check(
 
 CHUNK = 128 * (WORDS // 2 + 16)
 """Elements of a chunk of logits, where two ranks share the words."""
-SUMS = IDS.numel() * WORDS // 2
-"""Elements of half of the logits. A tied head under 2d, and any under 3d, makes partial sums first, before ranks have blocks."""
 MEGATRON: dict[str, Any] = dict(tensor=2, sequence=dict(mode="megatron"))
-FOUR: dict[str, tuple[dict[str, Any], int]] = {
-    "2d": (dict(tensor=dict(size=4, mode="2d")), SUMS),
-    "2.5d": (dict(tensor=dict(size=4, mode="2.5d", depth=1)), SUMS),
-    "1d+sequence, pipeline": (dict(**MEGATRON, pipeline=dict(size=2, microbatches=2)), CHUNK),
-    "1d+sequence, data, zero": (dict(**MEGATRON, data=2, zero=dict(stage=3)), CHUNK),
+FOUR: dict[str, dict[str, Any]] = {
+    "2d": dict(tensor=dict(size=4, mode="2d")),
+    "2.5d": dict(tensor=dict(size=4, mode="2.5d", depth=1)),
+    "1d+sequence, pipeline": dict(**MEGATRON, pipeline=dict(size=2, microbatches=2)),
+    "1d+sequence, data, zero": dict(**MEGATRON, data=2, zero=dict(stage=3)),
 }
-EIGHT: dict[str, tuple[dict[str, Any], int]] = {
-    "3d": (dict(tensor=dict(size=8, mode="3d")), SUMS // 2),
-    "2.5d": (dict(tensor=dict(size=8, mode="2.5d", depth=2)), SUMS // 2),
+EIGHT: dict[str, dict[str, Any]] = {
+    "3d": dict(tensor=dict(size=8, mode="3d")),
+    "2.5d": dict(tensor=dict(size=8, mode="2.5d", depth=2)),
 }
 TIES = pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 
@@ -183,7 +181,7 @@ def test_rows_are_split() -> None:
 @ranks(4)
 def test_words_and_rows_are_split() -> None:
     """A batch of three is padded to four rows."""
-    check(Own, FOUR["2d"][0], CHUNK, rows=3)
+    check(Own, FOUR["2d"], CHUNK, rows=3)
 
 
 @pytest.mark.slow
@@ -207,8 +205,7 @@ def test_attention_by_tokens() -> None:
 @pytest.mark.parametrize("spec", FOUR)
 @ranks(4)
 def test_four_ranks(spec: str, tied: bool) -> None:
-    parallel, most = FOUR[spec]
-    check(partial(Own, shifted, WORDS, tied), parallel, most if tied else CHUNK)
+    check(partial(Own, shifted, WORDS + 1, tied), FOUR[spec], CHUNK)
 
 
 @pytest.mark.slow
@@ -216,8 +213,7 @@ def test_four_ranks(spec: str, tied: bool) -> None:
 @pytest.mark.parametrize("spec", EIGHT)
 @ranks(8)
 def test_eight_ranks(spec: str, tied: bool) -> None:
-    parallel, most = EIGHT[spec]
-    check(partial(Own, by_row, WORDS, tied), parallel, most)
+    check(partial(Own, by_row, WORDS + 3, tied), EIGHT[spec], CHUNK)
 
 
 RING, ULYSSES = (dict(mode=mode, size=2) for mode in ("ring", "ulysses"))

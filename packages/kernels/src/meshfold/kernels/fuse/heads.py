@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any, Protocol, TypeGuard, runtime_checkable
 
 import torch
@@ -122,18 +122,6 @@ class DeferrableHead(Protocol):
     def loss_operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return rows ``m k``, weight ``v k`` and bias ``v`` whose product the logits are, each with its gradient."""
 
-    @property
-    def makes_block(self) -> bool:
-        """Tell whether a loss is computed from this rank's block of logits, because the product is no local matmul."""
-
-    def ungathered(self) -> AbstractContextManager[None]:
-        """Return the context in which the layer's forward returns that block."""
-
-    def losses_of_block(
-        self, block: Tensor, target: Tensor, ignore_index: int, label_smoothing: float, z_loss: float
-    ) -> Tensor:
-        """Return the loss of each row, ``m``, of a block ``m v`` and its rows' targets ``m``; 0 where one does not count."""
-
     def gathered_words(self) -> VocabularyShard | None:
         """Return this rank's words if the output of this call is gathered, so that every rank has all of them; else None."""
 
@@ -190,27 +178,8 @@ class Head:
             return self._deferrable.logits_shape(x)
         return (*x.shape[:-1], self._layer.out_features)
 
-    @property
-    def makes_block(self) -> bool:
-        """Tell whether :meth:`loss` gives this rank's block of logits instead of operands."""
-        return self._deferrable is not None and self._deferrable.makes_block
-
-    def losses_of_block(
-        self, block: Tensor, target: Tensor, ignore_index: int, label_smoothing: float, z_loss: float
-    ) -> Tensor:
-        """Return the loss of each row, ``m``, of such a block ``m v``."""
-        assert self._deferrable is not None  # it made the block
-        return self._deferrable.losses_of_block(block, target, ignore_index, label_smoothing, z_loss)
-
-    def operands(self, x: Tensor) -> Operands | Tensor:
-        """Return rows ``m k``, weight ``v k`` and bias ``v`` whose product the logits are, or a block of these, ``m v``.
-
-        Only within :meth:`loss`.
-        """
-        if self._deferrable is not None and self._deferrable.makes_block:
-            with self._deferrable.ungathered():
-                block: Tensor = self._kind.forward(self._layer, x)
-            return block.reshape(-1, block.shape[-1])
+    def operands(self, x: Tensor) -> Operands:
+        """Return rows ``m k``, weight ``v k`` and bias ``v`` whose product the logits are; only within :meth:`loss`."""
         if self._deferrable is not None:
             return self._deferrable.loss_operands(x)
         return x.reshape(-1, x.shape[-1]), self._layer.weight, self._layer.bias
@@ -258,7 +227,7 @@ class Head:
         found: Tensor = self._kind.__call__(self._layer, x)
         return found
 
-    def loss(self, x: Tensor, loss: Callable[[Operands | Tensor], Tensor]) -> Tensor:
+    def loss(self, x: Tensor, loss: Callable[[Operands], Tensor]) -> Tensor:
         """Call the layer on ``x`` for a loss: ``loss(operands)`` is run as the layer's forward, between its hooks."""
         self.losses += 1
         self._loss = lambda rows: loss(self.operands(rows))

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from meshfold.kernels.fuse.heads import Head
 
 Operands = tuple[Tensor, Tensor, Tensor | None]
-Loss = Callable[[Operands | Tensor, Tensor], Tensor]  # of a head's operands, or its block of logits, and targets
+Loss = Callable[[Operands, Tensor], Tensor]  # of a head's operands, and targets
 Change = tuple[str, Any]  # "cast" with a dtype, "scale" with a number, "tanh" with None
 
 
@@ -225,17 +225,12 @@ class LazyLogits(Tensor):
         words = vocabulary or self.head.gathered_words()
         split = self.gathered is not None
 
-        def loss(operands: Operands | Tensor, targets: Tensor) -> Tensor:
-            block = isinstance(operands, Tensor)
-            weights = None
-            if reduction == "mean" and (split or block):  # over the rows of all ranks
-                counted = (target != ignore_index).sum().clamp(min=1)
-                weights = counted.to(compute_dtype(self.rows)).reciprocal().expand(targets.shape)
-            if isinstance(operands, Tensor):
-                logits = operands * scale if not softcap else softcap * torch.tanh(operands * (scale / softcap))
-                each = self.head.losses_of_block(logits, targets, ignore_index, label_smoothing, z_loss)
-                return each if reduction == "none" else (each if weights is None else each * weights).sum()
+        def loss(operands: Operands, targets: Tensor) -> Tensor:
             rows, weight, bias = operands
+            weights = None
+            if split and reduction == "mean":  # over the rows of all ranks
+                counted = (target != ignore_index).sum().clamp(min=1)
+                weights = counted.to(compute_dtype(rows)).reciprocal().expand(targets.shape)
             return linear_cross_entropy(
                 rows,
                 weight,
@@ -272,16 +267,15 @@ class LazyLogits(Tensor):
             vocabulary: the words of the head where ranks share them.
 
         Returns:
-            ``1 m``, or ``2 m`` with the entropies second; None for a soft cap under a temperature and for a head that makes a block
-            of logits, which must be computed.
+            ``1 m``, or ``2 m`` with the entropies second; None for a soft cap under a temperature, which must be computed.
         """
         self._check_open()
         scale, softcap = self.cap()
-        if (softcap and temperature != 1.0) or self.head.makes_block:
+        if softcap and temperature != 1.0:
             return None
         words = vocabulary or self.head.gathered_words()
 
-        def found(operands: Operands | Tensor, targets: Tensor) -> Tensor:
+        def found(operands: Operands, targets: Tensor) -> Tensor:
             rows, weight, bias = operands
             logs, entropies = linear_log_probs(
                 rows,

@@ -92,7 +92,7 @@ def _make(
     mesh.prepare(*words)
     vocabulary.prepare()
     add_up = bind_leave(mesh, tokens)
-    of_rows = losses_of_rows(mesh, words, vocab_size, ignore_index, label_smoothing, z_loss)
+    of_rows = _make_function(mesh, words, vocab_size, ignore_index, label_smoothing, z_loss)
 
     def with_head(logits: LazyLogits, labels: Tensor) -> Tensor:
         """Return the summed loss of deferred logits, for this rank's tokens and words."""
@@ -129,7 +129,7 @@ def _make(
     return summed
 
 
-def losses_of_rows(
+def _make_function(
     mesh: Mesh, words: tuple[str, ...], vocab_size: int, ignore_index: int, label_smoothing: float, z_loss: float
 ) -> type[torch.autograd.Function]:
     """Return the loss of rows of logits whose vocabulary is split, with its gradient."""

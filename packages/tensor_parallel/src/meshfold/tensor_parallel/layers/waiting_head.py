@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,11 +12,10 @@ from torch import Tensor, nn
 from meshfold.kernels import VocabularyShard
 from meshfold.kernels.fuse import SplitRows
 from meshfold.mesh import Mesh, metadata
-from meshfold.mesh.collectives import bind_collect, bind_leave, take_block
+from meshfold.mesh.collectives import bind_collect, bind_leave, identity, take_block
 from meshfold.mesh.model_io import meet_to_read
-from meshfold.tensor_parallel.layers.base import BatchShape
+from meshfold.tensor_parallel.layers.exchanged_head import ExchangedHead
 from meshfold.tensor_parallel.layers.input_adapters import InputAdapter, as_given, flattened
-from meshfold.tensor_parallel.layers.loss import losses_of_rows
 from meshfold.tensor_parallel.layers.vocabulary import checked, shard_of
 from meshfold.tensor_parallel.matmul import bind_enter_operand, lead_shape
 from meshfold.tensor_parallel.plan import MatmulPlan
@@ -37,7 +35,6 @@ class WaitingHead:
     out_features: int
     weight: nn.Parameter
     bias: nn.Parameter | None
-    _batch: BatchShape | None
     _sum_weight: Callable[[Tensor], Tensor]
 
     if TYPE_CHECKING:
@@ -55,42 +52,32 @@ class WaitingHead:
     def defers_logits(self) -> bool:
         """Return True if the loss of this call can be computed with the layer.
 
-        Its product is one local matmul, or it gathers the output: a block of this is enough for the loss.
+        Its product is one local matmul; or it gathers the output, and its operands can be moved so that a local one is enough.
         """
         return (
             self.makes_logits
             and self.input_adapter in (as_given, flattened)
-            and (self.gather_output or not self.makes_block)
+            and (self._is_local or (self.gather_output and self._exchanged is not None))
         )
 
     @property
-    def makes_block(self) -> bool:
-        """Return True if the product is no local matmul: ranks sum parts of it, or exchange them, before they have logits."""
-        return self.stored != "nk" or bool(self.plan.extras("y")) or bool(self.plan.sums("y"))
+    def _is_local(self) -> bool:
+        """Return True if the product is one local matmul: ranks neither sum nor exchange parts of it."""
+        return self.stored == "nk" and not self.plan.extras("y") and not self.plan.sums("y")
 
-    @contextmanager
-    def ungathered(self) -> Iterator[None]:
-        """Context manager: forward returns this rank's block of the output."""
-        batch, self._batch = self._batch, None
-        try:
-            yield
-        finally:
-            self._batch = batch
-
-    def losses_of_block(
-        self, block: Tensor, target: Tensor, ignore_index: int, label_smoothing: float, z_loss: float
-    ) -> Tensor:
-        """Return the loss of each row, ``m``, of this rank's block ``m v`` and its rows' targets; 0 where one does not count."""
-        mesh, words = self.mesh, self.plan.y[self.plan.n]
-        settings = (words, self.out_features, ignore_index, label_smoothing, z_loss)
-        losses = mesh.once(("losses of rows", *settings), lambda: losses_of_rows(mesh, *settings))
-        found: Tensor = losses.apply(block, target)
-        return found
+    @property
+    def _exchanged(self) -> ExchangedHead | None:
+        """Return how the operands move for the loss of logits that would be gathered; None: they stay, or cannot move."""
+        if self._is_local or self.stored != "nk" or self._sum_weight is not identity:
+            return None
+        return self.mesh.once(("exchanged head", self.plan), lambda: ExchangedHead.of(self.plan, self.mesh))
 
     def gathered_words(self) -> VocabularyShard | None:
         """Return this rank's words if this call gathers its output; else None."""
         if not self.gather_output:
             return None
+        if (exchanged := self._exchanged) is not None:
+            return exchanged.shard(self._weight_rows, self.out_features)
         return shard_of(self.mesh, self.plan.y[self.plan.n], self.own_words, self.out_features)
 
     def gathered_rows(self, x: Tensor) -> SplitRows | None:
@@ -98,7 +85,8 @@ class WaitingHead:
         mesh, plan = self.mesh, self.plan
         if not self.gather_output or mesh.size(*plan.x[plan.m], *plan.y[plan.m]) == 1:
             return None
-        tokens, shape = plan.y[plan.m], self.logits_shape(x)
+        exchanged, shape = self._exchanged, self.logits_shape(x)
+        tokens = plan.y[plan.m] if exchanged is None else exchanged.tokens
         count = math.prod(shape[:-1])
 
         def targets(labels: Tensor, ignore_index: int) -> Tensor:
@@ -124,11 +112,16 @@ class WaitingHead:
     @property
     def own_words(self) -> int:
         """Words of the logits of a head on this rank, with padding."""
-        known, dim = metadata(self.weight), 0 if self.stored == "nk" else 1
+        plan, mesh = self.plan, self.mesh
+        return self._weight_rows * mesh.size(*plan.w[plan.n]) // mesh.size(*plan.y[plan.n])
+
+    @property
+    def _weight_rows(self) -> int:
+        """Words of this rank's block of the weight, with padding."""
+        known = metadata(self.weight)
         # Under ZeRO stage 3 the weight itself may be away.
         shape = self.weight.shape if known is None else known.placement.local_shape(self.mesh)
-        plan, mesh = self.plan, self.mesh
-        return shape[dim] * mesh.size(*plan.w[plan.n]) // mesh.size(*plan.y[plan.n])
+        return int(shape[0 if self.stored == "nk" else 1])
 
     def logits_shape(self, x: Tensor) -> tuple[int, ...]:
         """Return the shape of the output for an input, ``.. k`` to ``.. v``, local."""
@@ -140,7 +133,9 @@ class WaitingHead:
         return (*lead_shape(lead, rows), self.own_words)
 
     def loss_operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return the operands of the local matmul: rows ``m k``, weight ``v k`` and bias ``v``, each with its gradient."""
+        """Return the operands of a local matmul: rows ``m k``, weight ``v k`` and bias ``v``, each with its gradient."""
+        if (exchanged := self._exchanged) is not None:
+            return exchanged.operands(x, self.weight, self.bias)
         rows = bind_enter_operand(self.plan, self.mesh, "x")(x.reshape(-1, x.shape[-1]))
         weight = bind_enter_operand(self.plan, self.mesh, "w")(self._sum_weight(self.weight))
         bias = None if self.bias is None else self._entered(self.bias)
