@@ -24,6 +24,16 @@ _WIDEST = 128
 
 
 @triton.jit
+def _place(length, rows, BLOCK: tl.constexpr):
+    """Return what this program works on: a row, a head, and the queries (or keys) of a block, of ``length`` in all."""
+    blocks = tl.cdiv(length, BLOCK)
+    program = tl.program_id(0)
+    row = ((program // blocks) % rows).to(tl.int64)
+    head = (program // blocks // rows).to(tl.int64)
+    return row, head, program % blocks * BLOCK + tl.arange(0, BLOCK)
+
+
+@triton.jit
 def _block(x, base, n_stride, index, count, feature, d):
     """Load rows ``index`` of ``x + base``; zero beyond ``count`` rows and ``d`` columns."""
     at = base + index[:, None] * n_stride + feature[None, :]
@@ -77,11 +87,7 @@ def _attend(
     N: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    blocks = tl.cdiv(queries, M)
-    program = tl.program_id(0)
-    row = ((program // blocks) % rows).to(tl.int64)
-    head = (program // blocks // rows).to(tl.int64)
-    query = program % blocks * M + tl.arange(0, M)
+    row, head, query = _place(queries, rows, M)
     feature = tl.arange(0, D)
     bias_base = (row // rows_each * heads + head) * queries * keys
     mine = _block(q, row * q_r + head * q_h, q_n, query, queries, feature, d)
@@ -163,11 +169,7 @@ def _dq(
     N: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    blocks = tl.cdiv(queries, M)
-    program = tl.program_id(0)
-    row = ((program // blocks) % rows).to(tl.int64)
-    head = (program // blocks // rows).to(tl.int64)
-    query = program % blocks * M + tl.arange(0, M)
+    row, head, query = _place(queries, rows, M)
     feature = tl.arange(0, D)
     bias_base = (row // rows_each * heads + head) * queries * keys
     base = (row * queries * heads + head) * d
@@ -226,11 +228,7 @@ def _dkv(
     N: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    blocks = tl.cdiv(keys, N)
-    program = tl.program_id(0)
-    row = ((program // blocks) % rows).to(tl.int64)
-    head = (program // blocks // rows).to(tl.int64)
-    key = program % blocks * N + tl.arange(0, N)
+    row, head, key = _place(keys, rows, N)
     feature = tl.arange(0, D)
     bias_base = (row // rows_each * heads + head) * queries * keys
     their = _block(k, row * k_r + head * k_h, k_n, key, keys, feature, d)
