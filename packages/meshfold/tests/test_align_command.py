@@ -66,6 +66,11 @@ def test_from_completions_to_rewards(
     settings = (data / "sft" / "settings.json").read_text()
     assert main(["align", "sft", "--data", str(data / "chats.jsonl"), "--out", str(data / "sft")]) == 2
     assert "has a run of 3 steps: continue it with --resume" in capsys.readouterr().err
+    with monkeypatch.context() as torchrun:
+        for name, value in dict(RANK=0, LOCAL_RANK=0, WORLD_SIZE=1, MASTER_ADDR="127.0.0.1", MASTER_PORT=0).items():
+            torchrun.setenv(name, str(value))
+        assert main(["align", "sft", "--data", str(data / "chats.jsonl"), "--out", str(data / "sft")]) == 2
+    assert "rank 0: --out" in capsys.readouterr().err
     assert (data / "sft" / "settings.json").read_text() == settings
 
     monkeypatch.chdir(data)  # where the folder has the trainer's name

@@ -167,7 +167,7 @@ def _check(arguments: argparse.Namespace) -> None:
         )
     if arguments.data is None:
         raise Failure("the following arguments are required: --data. See meshfold align --help")
-    if not arguments.resume and arguments.rank is None and (made := _steps_of(arguments.out)) is not None:
+    if not arguments.resume and (made := _steps_of(arguments.out)) is not None:
         raise Failure(
             f"--out {arguments.out!r} has a run of {made} steps: continue it with --resume, or give another folder"
         )
