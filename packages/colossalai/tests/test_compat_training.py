@@ -144,7 +144,7 @@ CONFIGS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_the_loop_of_initialize(name: str) -> None:
     size, config = CONFIGS[name]

@@ -167,7 +167,7 @@ def test_what_reads_a_gradient_reads_the_whole_of_it() -> None:
 HALVES: dict[str, Any] = {"bf16": "bf16", "fp16": dict(name="fp16", initial_scale=2**8)}
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(4)
 @pytest.mark.parametrize("precision", HALVES)
 @pytest.mark.parametrize("spec", ["data", "tensor", "zero 1", "zero 3"])
 @ranks(2)
