@@ -555,6 +555,11 @@ def shifted(logits: Tensor, ids: Tensor) -> Tensor:
     return F.cross_entropy(logits[:, :-1].reshape(-1, WORDS), ids[:, 1:].flatten())
 
 
+def by_class(logits: Tensor, ids: Tensor, **options: Any) -> Tensor:
+    weights = torch.arange(1.0, WORDS + 1).to(logits.dtype)
+    return F.cross_entropy(logits.view(-1, WORDS), ids.view(-1), weight=weights, **options)
+
+
 LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "nanoGPT": lambda z, ids: F.cross_entropy(z.view(-1, z.size(-1)), ids.view(-1), ignore_index=-1),
     "shifted slices": lambda z, ids: F.cross_entropy(
@@ -566,11 +571,12 @@ LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "soft cap": lambda z, ids: shifted(torch.tanh(z / 2.0) * 2.0, ids),
     "scale": lambda z, ids: shifted(z * 0.3, ids),
     "double": lambda z, ids: shifted(z.to(torch.float64), ids),
+    "weights of classes": lambda z, ids: by_class(z, ids, ignore_index=int(ids[0, 0])),
+    "weights of classes, sum": lambda z, ids: by_class(z, ids, reduction="sum"),
+    "weights of classes, rows": lambda z, ids: by_class(z, ids, reduction="none").square().mean(),
 }
 OTHERS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "weights of classes": lambda z, ids: F.cross_entropy(
-        z.view(-1, WORDS), ids.view(-1), weight=torch.arange(1.0, WORDS + 1).to(z.dtype)
-    ),
+    "weights of smoothed classes": lambda z, ids: by_class(z, ids, label_smoothing=0.1),
     "words left out": lambda z, ids: F.cross_entropy(z[..., :40].reshape(-1, 40), ids.view(-1) % 40),
     "words in the middle": lambda z, ids: F.cross_entropy(z.transpose(1, 2), ids),
     "probabilities": lambda z, ids: F.cross_entropy(z.view(-1, WORDS), F.one_hot(ids.view(-1), WORDS).to(z.dtype)),

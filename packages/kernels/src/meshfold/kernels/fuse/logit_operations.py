@@ -142,8 +142,10 @@ def _cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Tensor | None:
-    if weight is not None or size_average is not None or reduce is not None or input.head.is_followed:
+    if size_average is not None or reduce is not None or input.head.is_followed:
         return None
+    if weight is not None and (label_smoothing or weight.requires_grad or weight.shape != input.shape[-1:]):
+        return None  # smoothing weights every word
     if input.ndim != 2 or target.ndim != 1 or target.is_floating_point():
         return None
     if target.shape[0] != input.shape[0] or reduction not in ("mean", "sum", "none"):
@@ -153,6 +155,7 @@ def _cross_entropy(
         ignore_index=ignore_index,
         reduction=reduction,  # checked
         label_smoothing=label_smoothing,
+        class_weights=weight,
     )
 
 

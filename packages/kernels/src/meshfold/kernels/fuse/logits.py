@@ -15,7 +15,7 @@ from torch import Tensor
 
 from meshfold.kernels.fuse.logit_operations import FACTS, HANDLERS, PROPERTIES
 from meshfold.kernels.fuse.replaced import watcher
-from meshfold.kernels.fuse.split_rows import SplitRows
+from meshfold.kernels.fuse.split_rows import SplitRows, target_weights
 from meshfold.kernels.fuse.view_family import ViewFamily, writes
 from meshfold.kernels.inputs import compute_dtype
 from meshfold.kernels.linear_cross_entropy import (
@@ -214,11 +214,16 @@ class LazyLogits(Tensor):
         reduction: Reduction = "mean",
         label_smoothing: float = 0.0,
         z_loss: float = 0.0,
+        class_weights: Tensor | None = None,
         vocabulary: VocabularyShard | None = None,
     ) -> Tensor:
         """Return the cross entropy of logits ``m v`` and targets ``m``, computed with the head; a mean over none is 0.
 
-        It is in the dtype of its sums. ``vocabulary``: this rank's words; None: all.
+        It is in the dtype of its sums.
+
+        Args:
+            class_weights: ``v``, factors of the losses by their targets, without a gradient; a mean divides by their sum.
+            vocabulary: this rank's words; None: all.
         """
         self._check_open()
         scale, softcap = self.cap()
@@ -227,10 +232,12 @@ class LazyLogits(Tensor):
 
         def loss(operands: Operands, targets: Tensor) -> Tensor:
             rows, weight, bias = operands
-            weights = None
-            if split and reduction == "mean":  # over the rows of all ranks
-                counted = (target != ignore_index).sum().clamp(min=1)
-                weights = counted.to(compute_dtype(rows)).reciprocal().expand(targets.shape)
+            weights, dtype = None, compute_dtype(rows)
+            if class_weights is not None or (split and reduction == "mean"):
+                weights = target_weights(targets, ignore_index, class_weights, dtype)
+            if weights is not None and reduction == "mean":  # over the rows of all ranks
+                total = target_weights(target, ignore_index, class_weights, dtype).sum()
+                weights = weights / torch.where(total > 0, total, 1.0)
             return linear_cross_entropy(
                 rows,
                 weight,
@@ -241,7 +248,7 @@ class LazyLogits(Tensor):
                 softcap=softcap,
                 label_smoothing=label_smoothing,
                 z_loss=z_loss,
-                reduction="sum" if weights is not None else reduction,
+                reduction="sum" if weights is not None and reduction == "mean" else reduction,
                 row_weights=weights,
                 vocabulary=words,
             )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 
@@ -45,3 +46,11 @@ class SplitRows:
         """Return the results for some rows, ``.. m``, from those for this rank's."""
         every = self.collect(found)
         return every if numbers.numel() == every.shape[-1] else every.index_select(-1, numbers.reshape(-1))
+
+
+def target_weights(target: Tensor, ignore_index: int, class_weights: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Return the factors of losses with targets ``m``: of the classes ``v``, or 1; 0 for a target that does not count."""
+    counts = target != ignore_index
+    if class_weights is None:
+        return counts.to(dtype)
+    return class_weights.to(dtype).index_select(0, target.masked_fill(~counts, 0)).masked_fill(~counts, 0.0)
