@@ -53,8 +53,10 @@ class Sharded:
         self.runs.append(seen)
         return feed_forward(self.block.layout, self.experts, rows)
 
-    def gradients(self, uneven: bool, *, cast: bool = False, **settings: Any) -> list[Tensor]:
-        """Return outputs and all gradients."""
+    def gradients(
+        self, uneven: bool, *, cast: bool = False, cast_backward: bool = False, **settings: Any
+    ) -> list[Tensor]:
+        """Return outputs and all gradients. ``cast``, ``cast_backward``: the forward, the backward run under autocast."""
         self.runs.clear()
         x, index, weights = of_a_rank(self.group.index, uneven)
         x, weights = (t.to(self.experts.down.dtype).requires_grad_() for t in (x, weights))
@@ -63,7 +65,9 @@ class Sharded:
         with parts_of_few_rows(), torch.autocast("cpu", torch.bfloat16, enabled=cast):
             y = dispatch(x, index, weights, self.run, **how)
         leaves = [x, weights, *own.values()]
-        return [y.detach(), *torch.autograd.grad(y.sin().sum(), leaves)]
+        loss = y.sin().sum()
+        with torch.autocast("cpu", torch.bfloat16, enabled=cast_backward):
+            return [y.detach(), *torch.autograd.grad(loss, leaves)]
 
 
 MEAN = 4 * TOKENS * TOP_K // 4
@@ -110,6 +114,8 @@ def test_all_parts_run_under_the_autocast_of_the_forward() -> None:
         assert one.dtype == other.dtype == torch.float32
         close(one, other, rtol=1e-2, atol=1e-2)
     assert {cast for _, _, cast in layer.runs} == {True} and len(layer.runs) == 2 + (layer.group.index == 0)
+    layer.gradients(True, cast_backward=True, exchange="all_gather")
+    assert {cast for _, _, cast in layer.runs} == {False} and len(layer.runs) == 2 + (layer.group.index == 0)
 
 
 @ranks(4)

@@ -161,8 +161,8 @@ class _Again(torch.autograd.Function):
 
 
 def _autocast(device: str) -> Callable[[], AbstractContextManager[Any]]:
-    """Return what makes the present autocast again."""
-    if device == "meta" or not torch.is_autocast_enabled(device):
+    """Return what makes the present autocast again, or its absence."""
+    if device == "meta":
         return nullcontext
-    dtype = torch.get_autocast_dtype(device)
-    return lambda: torch.autocast(device, dtype)
+    enabled, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+    return lambda: torch.autocast(device, dtype, enabled=enabled)
