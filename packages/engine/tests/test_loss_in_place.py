@@ -190,6 +190,12 @@ def test_words_and_rows_are_split() -> None:
     check(Own, FOUR["2d"], CHUNK, rows=3)
 
 
+@ranks(4)
+def test_a_tied_head() -> None:
+    """Which would make partial sums of all words; and words have weights."""
+    check(partial(Own, by_class, tied=True), FOUR["2d"], CHUNK)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("spec", [MEGATRON, dict(tensor=2)], ids=str)
 @pytest.mark.parametrize("line", LINES)
