@@ -30,7 +30,7 @@ PAGES = [
 ]
 # Anything else behind a fence is a slip: `py`, `pycon` or `sh` would never run.
 LANGUAGES = {"", "python", "bash", "diff", "text", "toml", "json", "mermaid"}
-TIMEOUT = 240.0
+TIMEOUT = 540.0
 
 SLOW = {
     "choosing.md",
