@@ -67,14 +67,14 @@ def go_through(folder: str, parallel: dict[str, Any], name: str) -> None:
     plain_names = set(gpt().state_dict())
     for number, way in enumerate(ways):
         engine = engine_of(parallel, *way, name)
-        losses = [engine.train_step(batch(step)) for step in range(2)]
+        losses = [engine.train_step(engine.shard_batch(batch(step))) for step in range(2)]
         engine.save(f"{folder}/{number}")
         assert set(engine.full_state_dict()) == plain_names
         saved = Checkpoint(f"{folder}/{number}")
         assert set(saved.model) == plain_names - set(saved.state["ties"])
         assert not any("_orig_mod" in key for key in saved.optimizer)
         assert "_orig_mod" not in str(saved.state)
-        losses += [engine.train_step(batch(step)) for step in range(2, 4)]
+        losses += [engine.train_step(engine.shard_batch(batch(step))) for step in range(2, 4)]
         engine.close()
         wanted = wanted or losses
         assert losses == wanted, way
@@ -82,7 +82,10 @@ def go_through(folder: str, parallel: dict[str, Any], name: str) -> None:
         for way in ways:
             engine = engine_of(parallel, *way, name)
             engine.load(f"{folder}/{number}")
-            assert [engine.train_step(batch(step)) for step in range(2, 4)] == wanted[2:], (number, way)
+            assert [engine.train_step(engine.shard_batch(batch(step))) for step in range(2, 4)] == wanted[2:], (
+                number,
+                way,
+            )
             engine.close()
 
 
