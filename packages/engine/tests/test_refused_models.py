@@ -178,7 +178,7 @@ REFUSALS: dict[str, Refusal] = {
         model,
         dict(tensor=2, zero=dict(stage=2, gpu_memory_limit="1KiB", host_memory_limit="1KiB")),
         {},
-        "there are 0 GiB",
+        "there are 1.00 KiB on the device",
     ),
     "a regime of Adam": (model, dict(tensor=2, zero=dict(stage=3, regime="B")), {}, "regime 'B'"),
     "shares that cannot be": (
