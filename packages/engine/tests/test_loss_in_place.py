@@ -180,7 +180,7 @@ TIES = pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 
 @ranks(2)
 def test_rows_are_split() -> None:
-    """Of a vocabulary that ranks cannot share evenly."""
+    """The vocabulary cannot be shared evenly by ranks."""
     check(partial(Flat, shifted, WORDS + 1), MEGATRON, CHUNK)
 
 
@@ -207,9 +207,8 @@ def test_two_ranks(line: str, spec: dict[str, Any]) -> None:
 @pytest.mark.slow
 @ranks(2)
 def test_attention_by_tokens() -> None:
-    check(
-        Attending, dict(tensor=dict(size=2, attention="tokens")), 2 * CHUNK
-    )  # scores: 4 rows, 2 of 4 heads, 128 x 128
+    # Scores are the largest: 4 rows, 2 of 4 heads, 128 x 128.
+    check(Attending, dict(tensor=dict(size=2, attention="tokens")), 2 * CHUNK)
 
 
 @pytest.mark.slow

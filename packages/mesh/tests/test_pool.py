@@ -234,7 +234,7 @@ def moments_of_an_error() -> tuple[float, float]:
 
 
 def test_an_error_is_of_the_moment_when_it_was_raised() -> None:
-    """What takes long to be shown must not seem to come after what it has caused."""
+    """An error that takes long to be shown must not seem to come after those that it has caused."""
     [(answered, shown)] = run_on_ranks(1, moments_of_an_error)
     assert answered < shown
 
@@ -257,7 +257,7 @@ def test_a_rank_that_dies_is_named_not_those_it_left_alone(code: int, said: str)
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux tells that a process has begun to end")
 def test_a_rank_whose_death_comes_late_is_named_too() -> None:
-    """Of a busy machine: the others have long said that their connection broke."""
+    """A busy machine: the others have long said that their connection broke."""
     with pytest.raises(RankFailure, match="rank 1 of 2 failed in die_unseen: the process exited with code 7"):
         run_on_ranks(2, die_unseen, 1)
 

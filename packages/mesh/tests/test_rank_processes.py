@@ -18,7 +18,7 @@ LONG_S = 100.0
 
 
 class Process:
-    """Of a rank; it has ended when it has a code."""
+    """The process of a rank; it has ended when it has a code."""
 
     def __init__(self, code: int | None = None, pid: int = 1) -> None:
         self.code, self.pid = code, pid

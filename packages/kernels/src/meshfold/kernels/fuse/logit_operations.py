@@ -184,4 +184,4 @@ HANDLERS: dict[Any, Callable[..., Any]] = {
     torch.tanh: _tanh,
     F.cross_entropy: _cross_entropy,
 }
-"""What is done with logits that wait, instead of each function; it returns None where it needs their values."""
+"""Replacements of functions for logits that wait; each returns None where it needs their values."""
