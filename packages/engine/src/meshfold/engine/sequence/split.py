@@ -225,7 +225,7 @@ class Outgoing:
             return now.sharding.join(gather(piece, mesh, 1, axes), 1)
 
         def read(piece: Tensor) -> Tensor:
-            meet_to_read(name, tuple(mesh.first_rank + rank for rank in mesh.ranks_along(*axes)))
+            meet_to_read(name, mesh, axes)
             return whole(piece)
 
         mesh, axes = self._mesh, self._axes

@@ -51,11 +51,6 @@ class ShardedOutput:
     whole: Callable[[Tensor], Tensor]
     piece: Callable[[Tensor], Tensor]
 
-    def ranks(self) -> tuple[int, ...]:
-        """Return the global ranks that have a shard each, ascending."""
-        mesh, axes = self.mesh, self.axes
-        return mesh.once(("ranks", axes), lambda: tuple(mesh.first_rank + rank for rank in mesh.ranks_along(*axes)))
-
 
 def lazy_gather(piece: Tensor, pieces: ShardedOutput) -> Tensor:
     """Return a stand-in for the whole tensor. All ranks that have a shard must call, and later read it together.
@@ -118,7 +113,7 @@ class _Values:
         """Return the values; all ranks that have a shard must call."""
         if not self.read:
             piece = self.here.held.whole() if isinstance(self.here, LazyTensor) else self.here
-            meet_to_read(self._pieces.what, self._pieces.ranks())
+            meet_to_read(self._pieces.what, self._pieces.mesh, self._pieces.axes)
             # Not an inference tensor, even if read without gradients: it may be trained on later.
             with torch.inference_mode(False), torch.no_grad(), untracked():
                 whole = wide_contiguous(self._pieces.whole(piece))
@@ -206,17 +201,18 @@ _of_world: Any = None
 
 
 @report_errors
-def meet_to_read(what: str, ranks: tuple[int, ...]) -> None:
-    """Wait until all of these ranks read the same tensor; return at once for one rank or in a simulated world.
+def meet_to_read(what: str, mesh: Mesh, axes: tuple[str, ...]) -> None:
+    """Wait until all ranks along some axes read the same tensor; return at once for one rank or in a simulated world.
 
     Args:
         what: is read, in words.
-        ranks: global ranks, ascending.
+        mesh, axes: the ranks have a shard each along these.
 
     Raises:
         CollectiveError: if one of them does not come.
     """
     global _of_world
+    ranks = mesh.once(("ranks", axes), lambda: tuple(mesh.first_rank + rank for rank in mesh.ranks_along(*axes)))
     if len(ranks) == 1:
         return
     if _of_world is not groups.world_key():

@@ -105,9 +105,9 @@ class WaitingHead:
         Raises:
             CollectiveError: if one of them does not come.
         """
-        plan, mesh = self.plan, self.mesh
+        plan = self.plan
         axes = tuple(dict.fromkeys((*plan.y[plan.n], *plan.y[plan.m], *plan.x[plan.m])))
-        meet_to_read(f"the output of {name}", tuple(mesh.first_rank + rank for rank in mesh.ranks_along(*axes)))
+        meet_to_read(f"the output of {name}", self.mesh, axes)
 
     @property
     def own_words(self) -> int:
