@@ -6,6 +6,7 @@ import argparse
 import json
 import math
 import platform
+import re
 import secrets
 import statistics
 import subprocess
@@ -192,17 +193,23 @@ def start_ranks(script: Path, words: Sequence[str], ranks: int, timeout: float) 
         return ended, out.read().decode(errors="replace")
 
 
+_WHY = re.compile(r"\b\w*(Error|Exception|Interrupt)\b|CUDA error|what\(\):|out of memory")
+_NOT_WHY = re.compile(r"Extension modules:|^\s*File \"")
+"""Lines of a list of modules, and of a stack: Python prints both behind the error when a process is aborted."""
+
+
 def first_step_file(out: str | Path) -> Path:
     """Return the file beside a contestant's result that has the seconds until the end of its first step."""
     return Path(out).with_suffix(".first")
 
 
 def how_it_ended(ended: int | None, said: str, timeout: float, *, first_step: bool = True) -> str:
-    """In a few words, with the last line that was printed; ``first_step``: at least one step had ended."""
+    """In a few words, with the last line that tells an error, else the last one; ``first_step``: at least one step had ended."""
     if ended is None:
         return f"stopped after {timeout:g} s" + ("" if first_step else ", before the end of its first step")
-    last = (said.strip().splitlines() or [""])[-1]
-    return f"ended with {ended}: {last[:200]}"
+    lines = [line.strip() for line in said.splitlines() if line.strip() and not _NOT_WHY.search(line)]
+    told = [line for line in lines if _WHY.search(line)] or lines or [""]
+    return f"ended with {ended}: {told[-1][:200]}"
 
 
 def run_contestant(

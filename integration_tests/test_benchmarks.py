@@ -23,6 +23,7 @@ from benchmarks import common, decode_report, reports, timed_training
 from benchmarks.align import run as align_bench
 from benchmarks.decode import errors_of, reason_of
 from benchmarks.exact_forward import in_float32
+from benchmarks.experts import run as experts_run
 from benchmarks.fp8_curve import rounded
 from benchmarks.fp8_curve_report import Pairs, average, bias, distances, pairs_of, verdict_on
 from benchmarks.hugging_face import run as hugging_face
@@ -877,6 +878,31 @@ def test_a_plan_is_shown_beside_what_was_taken_of_the_gpu() -> None:
         hugging_face._expected(plan | taken)
         == f"{said}; 11.5 GiB of the GPU taken: 11.0 by the allocator, 0.50 by CUDA"
     )
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        ('Traceback\n  File "a.py"\nValueError: no\n', "ended with 1: ValueError: no"),
+        (
+            "  what():  CUDA error: an illegal memory access\nFatal Python error: Aborted\n\nThread 0x1:\n"
+            '  File "/a/ErrorOf.py", line 3 in f\nExtension modules: numpy.linalg, torch._C\n',
+            "ended with 1: what():  CUDA error: an illegal memory access",
+        ),
+        ("Killed\n", "ended with 1: Killed"),
+        ("", "ended with 1: "),
+    ],
+)
+def test_an_aborted_contestant_tells_its_error(said: str, told: str) -> None:
+    assert common.how_it_ended(1, said, 3.0) == told
+
+
+def test_the_report_of_experts_finds_the_case_in_the_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    for case, word in (("model", "tokens/s a GPU"), ("layer", "dense ÷ this")):
+        kept = tmp_path / f"{case}.json"
+        kept.write_bytes((reports.BARS.parent / "results" / f"experts_{case}.json").read_bytes())
+        assert experts_run.main(["--report", str(kept)]) == 0
+        assert word in capsys.readouterr().out
 
 
 def test_no_number_stands_on_the_stroke_of_its_limit() -> None:

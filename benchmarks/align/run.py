@@ -35,7 +35,8 @@ from benchmarks.common import (
 from benchmarks.reports import JOULES, joules, mean_power, met, read_bars, table
 
 BARS = read_bars("align", ("two", "shared", "grpo"))
-JUDGED = dict(shape="1.5B", prompt=512, completion=512, dtype="bfloat16")
+JUDGED = dict(prompt=512, completion=512, dtype="bfloat16")
+JUDGED_SHAPES = dict(dpo=("1.5B", "8B"), grpo=("1.5B",))
 """The work that the bars against TRL are for."""
 HEAD = ("contestant", "s a step", "tokens/s, prompts unshared", "× the best peer's speed", "peak GiB")
 SHAPES: dict[str, dict[str, Any]] = {
@@ -204,12 +205,13 @@ def verdicts(
     """
     trl = {name: value for name, value in seconds.items() if name.startswith("TRL") and value is not None}
     judged = all(work.get(name) == value for name, value in JUDGED.items())
+    judged = judged and work["shape"] in JUDGED_SHAPES.get(work["method"], ())
     if trl and judged and (work["method"] == "dpo" or work["group"] == 8):
         best = min(trl, key=lambda name: trl[name])
         bars = dict(two="ours", shared="ours, shared prompts") if work["method"] == "dpo" else dict(grpo="ours")
         for key, ours in bars.items():
             if (mine := seconds.get(ours)) is not None:
-                yield BARS[key].line(trl[best] / mine, work["ranks"], best=best)
+                yield BARS[key].line(trl[best] / mine, work["ranks"], best=best, shape=work["shape"])
     if work.get("method") == "ppo" and work.get("shape") == "6B":
         for name, value in seconds.items():
             if value is not None:

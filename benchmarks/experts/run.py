@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import json
 import os
 import sys
 import tempfile
@@ -27,7 +28,12 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="meshfold bench experts", description=__doc__.split("\n")[0], add_help=False)
     parser.add_argument("--case", choices=CASES, default="layer")
     parser.add_argument("--wheels", type=Path, nargs="*", default=[])
+    parser.add_argument("--report", type=Path)
     known, rest = parser.parse_known_args(argv)
+    if known.report:  # the file tells its case
+        rest = [*rest, "--report", str(known.report)]
+        if "cases" in json.loads(known.report.read_text()):
+            known.case = "model"
     with unpacked(known.wheels):
         from benchmarks.experts import layer, model
 
