@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import gc
 import warnings
+from contextlib import nullcontext
 from typing import Any
 from weakref import ref
 
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from meshfold.engine import Engine, TrainingError
 from meshfold.mesh.testing import ranks
@@ -141,6 +143,48 @@ def test_a_step_of_scaled_gradients_is_warned_of_once(spec: str, divided: bool) 
     (found,) = [str(one.message) for one in said if "GradScaler" in str(one.message)]
     assert "a GradScaler has multiplied by 8, and scaler.unscale_(engine.optimizer) was not called" in found
     assert "Leave the GradScaler out" in found
+
+
+class Kept:
+    """What a user's hook keeps of each tensor that autograd saves; gives each once."""
+
+    def __init__(self) -> None:
+        self.tensors: list[Tensor] = []
+
+    def pack(self, tensor: Tensor) -> tuple[int, Tensor]:
+        self.tensors.append(tensor.clone())
+        return len(self.tensors) - 1, self.tensors[-1]
+
+    def unpack(self, kept: tuple[int, Tensor]) -> Tensor:
+        found, self.tensors[kept[0]] = self.tensors[kept[0]], torch.empty(())
+        return found
+
+
+@pytest.mark.parametrize("spec", ["data", "zero 3"])
+@ranks(2)
+def test_a_scale_that_a_hook_of_saved_tensors_has_copied_is_warned_of(spec: str) -> None:
+    """And the hook is not asked for it, which may give it once."""
+    wanted = after_a_scaled_step(spec, Kept(), init_scale=8.0, said="a GradScaler has multiplied by 8, and")
+    assert all(
+        torch.equal(value, wanted[name]) for name, value in after_a_scaled_step(spec, None, init_scale=8.0).items()
+    )
+    after_a_scaled_step(spec, Kept(), init_scale=8.0, factor=4.0)  # another number is the user's own
+
+
+def after_a_scaled_step(
+    spec: str, kept: Kept | None, *, init_scale: float, factor: float | None = None, said: str = "GradScaler"
+) -> dict[str, Tensor]:
+    """Return the model after a step whose loss a scaler has multiplied under a user's hook, or a factor beside a scaler."""
+    with Engine(gpt, SPECS[spec], optimizer="sgd") as engine, warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        scaler, mine = torch.amp.GradScaler("cpu", init_scale=init_scale), engine.shard_batch(IDS)
+        with nullcontext() if kept is None else saved_tensors_hooks(kept.pack, kept.unpack):
+            loss = engine(mine, labels=mine).loss
+            scaled = scaler.scale(loss)
+            engine.backward(scaled if factor is None else loss * torch.tensor(factor))
+        engine.step()
+        assert any(said in str(one.message) for one in heard) == (factor is None)
+        return engine.full_state_dict()
 
 
 @ranks(2)

@@ -1,7 +1,8 @@
 """A loss that torch's ``GradScaler`` has scaled, whose gradients the engine's step would take as they are.
 
 The scaler multiplies the loss by a tensor that it keeps. A product with a number of the user's own looks the same, save that no
-scaler has the number: only the scaler is looked for.
+scaler has the number: only the scaler is looked for. Under ``saved_tensors_hooks`` the graph has what the user's hook has packed,
+often a copy: then a scaler with the same number is looked for. The hook is not called, since it may give a tensor once.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from weakref import ref
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 _LOOKS = 3
 """Losses that are looked at closely: all objects are gone through for the scaler, which begins with the first loss or never."""
@@ -35,8 +37,7 @@ class OwnScaler:
         """Look whether a scaler has multiplied the loss of a backward."""
         if self._looks and self._found is None and (scale := _factor(loss.grad_fn)) is not None:
             self._looks -= 1
-            found = next((one for one in gc.get_referrers(scale) if _has(one, scale)), None)
-            owner = found if found is None or not isinstance(found, dict) else _owner(found)
+            owner = _scaler_with(scale[0]) if scale[1] else _scaler_of(scale[0])
             self._found = None if owner is None else ref(owner)
 
     def check(self) -> None:
@@ -53,17 +54,35 @@ class OwnScaler:
         )
 
 
-def _factor(node: Any) -> Tensor | None:
-    """Return the tensor without dims that a loss was multiplied by; None without one."""
+def _factor(node: Any) -> tuple[Tensor, bool] | None:
+    """Return the tensor without dims that a loss was multiplied by, and whether it may be a hook's copy; None without one."""
     for _ in range(_DEEP):
         kind = "" if node is None else node.name()
         if not kind.startswith(("MulBackward", "DivBackward")):
             return None
-        other = getattr(node, "_saved_other", None) if kind.startswith("Mul") else None
-        if isinstance(other, Tensor) and other.dim() == 0 and other.dtype == torch.float32 and not other.requires_grad:
-            return other
+        if kind.startswith("Mul") and (raw := getattr(node, "_raw_saved_other", None)) is not None:
+            hooked = getattr(raw, "unpack_hook", None) is not None
+            for other in tree_leaves(raw.data) if hooked else (node._saved_other,):
+                if _is_factor(other):
+                    return other, hooked
         node = node.next_functions[0][0]
     return None
+
+
+def _is_factor(other: object) -> bool:
+    return isinstance(other, Tensor) and other.dim() == 0 and other.dtype == torch.float32 and not other.requires_grad
+
+
+def _scaler_of(scale: Tensor) -> Any:
+    """Return the scaler that keeps a tensor; None without one."""
+    found = next((one for one in gc.get_referrers(scale) if _has(one, scale)), None)
+    return _owner(found) if isinstance(found, dict) else found
+
+
+def _scaler_with(scale: Tensor) -> Any:
+    """Return a scaler that scales by a number; None without one."""
+    scalers = [one for one in gc.get_objects() if isinstance(one, torch.amp.GradScaler) and one._scale is not None]
+    return next((one for one in scalers if one.get_scale() == float(scale)), None)
 
 
 def _has(owner: Any, scale: Tensor) -> bool:
