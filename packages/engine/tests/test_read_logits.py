@@ -181,20 +181,39 @@ def one_rank_looks_in_its_loss() -> tuple[str, float]:
     return looked_in_a_loss(dict(tensor=2))
 
 
+def one_rank_computes_a_loss() -> tuple[str, float]:
+    """Compute one more loss than the other rank, which meets it in its own; their next collectives would not fit."""
+    return looked_in_a_loss(dict(tensor=2), crossed)
+
+
+def one_rank_computes_a_loss_of_some_rows() -> tuple[str, float]:
+    return looked_in_a_loss(dict(tensor=2), lambda logits, ids: crossed(logits[:1], ids[:1]))
+
+
+def one_rank_computes_a_loss_of_whole_sequences() -> tuple[str, float]:
+    return looked_in_a_loss(dict(sequence=dict(mode="ring", size=2)), crossed)
+
+
 def one_rank_looks_at_whole_sequences() -> tuple[str, float]:
     """Do so where ranks have tokens of them."""
     return looked_in_a_loss(dict(sequence=dict(mode="ring", size=2)))
 
 
-def looked_in_a_loss(parallel: Spec) -> tuple[str, float]:
+def crossed(logits: Tensor, ids: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), ids.flatten())
+
+
+def looked_in_a_loss(
+    parallel: Spec, look: Callable[[Tensor, Tensor], Tensor] = lambda logits, ids: logits.argmax(-1)
+) -> tuple[str, float]:
     diagnosis._BEAT_S = 0.2
     steps, ids = [], batch()["input_ids"]
 
     def loss_fn(output: Any, given: Any) -> Tensor:
         steps.append(1)
         if engine.mesh.rank == 0 and len(steps) > 1:
-            print(output.logits.argmax(-1))
-        return F.cross_entropy(output.logits.flatten(0, 1), ids.flatten())
+            print(look(output.logits, ids))
+        return crossed(output.logits, ids)
 
     settings: dict[str, Any] = dict(optimizer=dict(name="sgd", lr=0.1), kernels=dict(loss=True), watchdog=100.0)
     with Engine(gpt, parallel, loss_fn=loss_fn, **settings) as engine:
@@ -219,6 +238,28 @@ def test_a_rank_that_looks_alone_is_told_what_to_write(look: Callable[[], tuple[
     assert text.startswith(f"{what} cannot be read at test_read_logits.py:") and seconds < 80.0
     assert "Read it on all ranks and use the result on one" in text
     assert "rank 0 failed" in found[1][0] and f"{what} cannot be read" in found[1][0]
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize(
+    "look",
+    [
+        one_rank_computes_a_loss,
+        one_rank_computes_a_loss_of_whole_sequences,
+        one_rank_computes_a_loss_of_some_rows,
+    ],
+)
+def test_a_rank_that_computes_a_loss_alone_is_told_what_to_write(look: Callable[[], tuple[str, float]]) -> None:
+    close_pools()
+    try:
+        found = run_on_ranks(2, look)
+    finally:
+        close_pools()
+    what = "output.logits" if look is one_rank_computes_a_loss_of_whole_sequences else "the output of head"
+    begins = f"a loss of {what} cannot be computed at test_read_logits.py:"
+    assert any(text.startswith(begins) for text, _ in found), found
+    assert all(begins in text and "Compute it on all ranks and use the result on one" in text for text, _ in found)
+    assert all(seconds < 80.0 for _, seconds in found)
 
 
 # -- in stages ------------------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from meshfold.engine.world import World
 from meshfold.kernels.fuse import LazyLogits, SplitRows
 from meshfold.mesh import LayoutError, Mesh, SpecError
 from meshfold.mesh.collectives import gather, gather_blocks, scatter_sums
-from meshfold.mesh.model_io import ShardedOutput, lazy_gather, map_tensors, meet_to_read
+from meshfold.mesh.model_io import ShardedOutput, lazy_gather, map_tensors, meet_for_loss, meet_to_read
 from meshfold.mesh.spec import SequenceSpec
 from meshfold.sequence import ImageTokens, WeightDropout, sequence_mode, sequence_parallel
 from meshfold.tensor_parallel import find_mode
@@ -229,10 +229,10 @@ class Outgoing:
             return whole(piece)
 
         mesh, axes = self._mesh, self._axes
-        lazy = value.joined(self._rows(value, now), read) if isinstance(value, LazyLogits) else None
+        lazy = value.joined(self._rows(name, value, now), read) if isinstance(value, LazyLogits) else None
         return whole(value) if lazy is None else lazy
 
-    def _rows(self, logits: LazyLogits, now: Forward) -> SplitRows:
+    def _rows(self, name: str, logits: LazyLogits, now: Forward) -> SplitRows:
         """Return how the rows of whole sequences are split, for a loss of them.
 
         Gradients are summed over the ranks, as those of gathered logits are.
@@ -254,6 +254,7 @@ class Outgoing:
             targets=targets,
             add_up=lambda found: gather(found.view(1), mesh, 0, axes).sum(),
             collect=collect,
+            meet=lambda rows: meet_for_loss(name, rows, mesh, axes),
         )
 
     def _beside(self, name: str, value: Tensor, now: Forward) -> Tensor:

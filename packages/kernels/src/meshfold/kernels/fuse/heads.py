@@ -131,6 +131,9 @@ class DeferrableHead(Protocol):
     def meet_to_read(self, name: str) -> None:
         """Wait until all ranks read logits that are gathered; raise an error if some do not; ``name``: of the layer."""
 
+    def meet_for_loss(self, name: str, rows: int) -> None:
+        """Wait until all ranks compute a loss of so many rows of gathered logits, as :meth:`meet_to_read`."""
+
 
 class Head:
     """A linear layer whose logits may wait.
@@ -221,6 +224,11 @@ class Head:
         if self._deferrable is not None and self._deferrable.gathered_words() is not None:
             self._deferrable.meet_to_read(self.name)
         return self.logits(x)
+
+    def meet_for_loss(self, rows: int) -> None:
+        """Wait until all ranks compute a loss of so many rows, if the layer gathers its logits."""
+        if self._deferrable is not None and self._deferrable.gathered_words() is not None:
+            self._deferrable.meet_for_loss(self.name, rows)
 
     def logits(self, x: Tensor) -> Tensor:
         """Return what the layer makes of ``x``."""

@@ -106,6 +106,7 @@ class LazyLogits(Tensor):
         """Run a loss with the head; ``kept``: as for :meth:`Watcher.loss_of`."""
         watched, split, numbers = watcher(), self.gathered, self.numbers
         self.family.check_views(self.head.name)
+        self.head.meet_for_loss(target.numel())
         if split is None or numbers is None:
             rows, parts = self.rows, None
 
@@ -114,6 +115,7 @@ class LazyLogits(Tensor):
 
         else:
             rows, parts = numbers, split.numbers
+            split.meet(target.numel())
 
             def run() -> Tensor:
                 labels = split.labels(numbers, target, ignore_index)

@@ -19,12 +19,14 @@ class SplitRows:
             word.
         add_up: a number to its sum over the ranks that have other rows; backward gives each the whole gradient.
         collect: results for this rank's rows, ``.. m``, to those for all rows; backward keeps this rank's part of the gradient.
+        meet: waits until the ranks that have other rows compute a loss of so many, too, where the head does not wait for them.
     """
 
     numbers: Tensor
     targets: Callable[[Tensor, int], Tensor]
     add_up: Callable[[Tensor], Tensor]
     collect: Callable[[Tensor], Tensor]
+    meet: Callable[[int], None] = lambda rows: None
 
     def labels(self, numbers: Tensor, target: Tensor, ignore_index: int) -> Tensor:
         """Return this rank's part of the targets ``m`` of some rows; the others do not count."""
@@ -40,6 +42,7 @@ class SplitRows:
             targets=lambda target, ignore_index: inner.targets(self.targets(target, ignore_index), ignore_index),
             add_up=lambda found: self.add_up(inner.add_up(found)),
             collect=lambda found: self.collect(inner.collect(found)),
+            meet=self.meet,
         )
 
     def of_rows(self, numbers: Tensor, found: Tensor) -> Tensor:

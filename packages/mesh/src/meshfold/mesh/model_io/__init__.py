@@ -22,7 +22,7 @@ from meshfold.mesh.model_io.labels import (
     targets_key,
     visible,
 )
-from meshfold.mesh.model_io.lazy_tensor import ShardedOutput, lazy_gather, local_shard, meet_to_read
+from meshfold.mesh.model_io.lazy_tensor import ShardedOutput, lazy_gather, local_shard, meet_for_loss, meet_to_read
 from meshfold.mesh.model_io.live_bytes import LiveBytes, storage_bytes
 from meshfold.mesh.model_io.nested_tensors import tensors_in
 from meshfold.mesh.model_io.operators import BACKWARD, FORWARD, REPEATED, Operator, OperatorCounter
@@ -57,6 +57,7 @@ __all__ = [
     "local_shard",
     "loss_mean",
     "map_tensors",
+    "meet_for_loss",
     "meet_to_read",
     "saved_for_backward",
     "segments_of",

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import count
 from typing import Any, SupportsIndex
 
 import torch
@@ -196,7 +197,8 @@ def _only_casts(given: dict[str, Any]) -> bool:
     return {name for name, value in given.items() if value not in (None, False)} == {"dtype"}
 
 
-_times: dict[tuple[str, tuple[int, ...]], int] = {}  # number of reads by these ranks, in this world
+_times: dict[tuple[str, tuple[int, ...]], int] = {}  # number of meetings of these ranks for this, in this world
+_lines: dict[tuple[int, ...], str] = {}  # of the last loss that these ranks met for
 _of_world: Any = None
 
 
@@ -211,26 +213,71 @@ def meet_to_read(what: str, mesh: Mesh, axes: tuple[str, ...]) -> None:
     Raises:
         CollectiveError: if one of them does not come.
     """
-    global _of_world
-    ranks = mesh.once(("ranks", axes), lambda: tuple(mesh.first_rank + rank for rank in mesh.ranks_along(*axes)))
-    if len(ranks) == 1:
+    if len(ranks := _ranks(mesh, axes)) > 1:
+        _meet(f"read {what}", ranks, lambda: (f"{what} cannot be read at {own_line()}", "read"), 0)
+
+
+@report_errors
+def meet_for_loss(what: str, rows: int, mesh: Mesh, axes: tuple[str, ...]) -> None:
+    """Wait until all ranks along some axes compute a loss of the same tensor; return at once as :func:`meet_to_read`.
+
+    Args:
+        what: the loss is of, in words.
+        rows: of the loss; ranks that meet have the same number.
+        mesh, axes: the ranks have a shard each along these.
+
+    Raises:
+        CollectiveError: if one of them does not come.
+    """
+    if len(ranks := _ranks(mesh, axes)) == 1:
         return
+    line = own_line()
+
+    def said() -> tuple[str, str]:
+        before = _lines.get(ranks, line)
+        also = "" if before == line else f" (the one before was at {before})"
+        return f"a loss of {what} cannot be computed at {line}{also}", "compute"
+
+    # A rank that reads alone is looked at first: its line is the one to change.
+    _meet(f"compute a loss of {rows} rows of {what}", ranks, said, 1)
+    _lines[ranks] = line
+
+
+def _ranks(mesh: Mesh, axes: tuple[str, ...]) -> tuple[int, ...]:
+    return mesh.once(("ranks", axes), lambda: tuple(mesh.first_rank + rank for rank in mesh.ranks_along(*axes)))
+
+
+def _meet(purpose: str, ranks: tuple[int, ...], said: Callable[[], tuple[str, str]], patience: int) -> None:
+    """Wait until ranks meet.
+
+    Args:
+        purpose: they meet to do this.
+        ranks: more than one.
+        said: what fails if not all come, and the verb for it.
+        patience: looks at ranks that do not come, before it fails.
+    """
+    global _of_world
     if _of_world is not groups.world_key():
         _times.clear()
+        _lines.clear()
         _of_world = groups.world_key()
-    before, name = _times.get((what, ranks), 0), f"{what}/{'-'.join(map(str, ranks))}"
+    before, name = _times.get((purpose, ranks), 0), f"{purpose}/{'-'.join(map(str, ranks))}"
+    looks = count()
     try:
-        with flight_recorder.meeting(f"a meeting to read {what}", ranks, groups.rank_and_world_size()[0], name) as call:
+        with flight_recorder.meeting(f"a meeting to {purpose}", ranks, groups.rank_and_world_size()[0], name) as call:
             groups.meet_members(
-                ranks, f"{name}/{before + 1}", lambda: _look(call), f"{name}/{before}" if before else ""
+                ranks,
+                f"{name}/{before + 1}",
+                lambda: _look(call) if next(looks) >= patience else None,
+                f"{name}/{before}" if before else "",
             )
     except (CollectiveError, LaunchError) as error:
+        fails, verb = said()
         raise CollectiveError(
-            f"{what} cannot be read at {own_line()}: ranks {shortened(ranks)} have one shard each, so all of them must read "
-            f"it, and not all do.\n{error}\nRead it on all ranks and use the result on one: move the line above its "
-            "'if rank == 0:'"
+            f"{fails}: ranks {shortened(ranks)} have one shard each, so all of them must {verb} it, and not all do.\n{error}\n"
+            f"{verb.capitalize()} it on all ranks and use the result on one: move the line above its 'if rank == 0:'"
         ) from None
-    _times[what, ranks] = before + 1
+    _times[purpose, ranks] = before + 1
 
 
 def _look(call: Call | None) -> None:

@@ -13,7 +13,7 @@ from meshfold.kernels import VocabularyShard
 from meshfold.kernels.fuse import SplitRows
 from meshfold.mesh import Mesh, metadata
 from meshfold.mesh.collectives import bind_collect, bind_leave, identity, take_block
-from meshfold.mesh.model_io import meet_to_read
+from meshfold.mesh.model_io import meet_for_loss, meet_to_read
 from meshfold.tensor_parallel.layers.exchanged_head import ExchangedHead
 from meshfold.tensor_parallel.layers.input_adapters import InputAdapter, as_given, flattened
 from meshfold.tensor_parallel.layers.vocabulary import checked, shard_of
@@ -105,9 +105,20 @@ class WaitingHead:
         Raises:
             CollectiveError: if one of them does not come.
         """
+        meet_to_read(f"the output of {name}", self.mesh, self._gathered_axes)
+
+    def meet_for_loss(self, name: str, rows: int) -> None:
+        """Wait until all ranks that have a part of gathered logits compute a loss of so many rows of them.
+
+        Raises:
+            CollectiveError: if one of them does not come.
+        """
+        meet_for_loss(f"the output of {name}", rows, self.mesh, self._gathered_axes)
+
+    @property
+    def _gathered_axes(self) -> tuple[str, ...]:
         plan = self.plan
-        axes = tuple(dict.fromkeys((*plan.y[plan.n], *plan.y[plan.m], *plan.x[plan.m])))
-        meet_to_read(f"the output of {name}", self.mesh, axes)
+        return tuple(dict.fromkeys((*plan.y[plan.n], *plan.y[plan.m], *plan.x[plan.m])))
 
     @property
     def own_words(self) -> int:
