@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import sys
+from typing import Any
+
 import pytest
 import torch
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshfold.kernels import Segment, Segments, segment_attention
 
@@ -55,7 +59,7 @@ def test_no_token_comes_twice_in_one_addition() -> None:
     for places, tokens in packed.shared:
         assert len(set(tokens.tolist())) == len(tokens)
         assert packed.keys[places].tolist() == tokens.tolist()
-    assert packed.keys[packed.own].tolist() == packed.queries.tolist() == list(range(36))
+    assert packed.keys[packed.own].tolist() == list(range(36))
     assert (packed.most_queries, packed.most_keys) == (12, 12)
 
 
@@ -77,6 +81,58 @@ def test_segments_of_another_batch_are_refused() -> None:
         segment_attention(q[:2], k[:2], v[:2], Segments(ROWS, 12, CPU))
     with pytest.raises(ValueError, match=r"rows of 12 tokens, for queries \[3, 11, 4, 8\]"):
         segment_attention(q[:, :11], k[:, :11], v[:, :11], Segments(ROWS, 12, CPU))
+
+
+class Kernels(TorchDispatchMode):
+    """Lists the operators that read or write elements: each is a launch on a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not func.is_view and "empty" not in func.__name__:
+            self.names.append(func.__name__.split(".")[0])
+        return func(*args, **kwargs or {})
+
+
+class Still:
+    """Attention whose results are its arguments, by no operators of its own."""
+
+    def forward(self, q: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.empty_like(q), torch.empty(q.shape[1], q.shape[0])
+
+    def backward(self, dout: torch.Tensor, *others: Any) -> tuple[torch.Tensor, ...]:
+        return tuple(torch.empty_like(x) for x in (dout, *others[1:3]))
+
+
+@pytest.mark.parametrize(
+    ("row", "forward", "backward"),
+    [
+        ((Segment(0, 8, 0, 0), Segment(8, 12, 0, 3)), ["index_select"] * 2, ["index_add_"] * 2 + ["index_select"] * 6),
+        ((Segment(0, 5, 0, 0), Segment(5, 12, 0, 0)), [], []),
+    ],
+)
+def test_operators_beside_the_kernel(
+    monkeypatch: pytest.MonkeyPatch, row: tuple[Segment, ...], forward: list[str], backward: list[str]
+) -> None:
+    monkeypatch.setattr(sys.modules["meshfold.kernels.segment_attention"], "REFERENCE", Still())
+    q, k, v = tensors(2)
+    segments = Segments([row], 12, CPU)
+    segments.of(3).packed()  # once a batch
+    with Kernels() as in_forward:
+        found = segment_attention(q, k, v, segments)
+    weights = torch.ones_like(found)
+    with Kernels() as in_backward:
+        torch.autograd.grad(found, (q, k, v), weights)
+    assert in_forward.names == forward
+    assert sorted(in_backward.names) == backward
+
+
+def test_segments_that_leave_a_token_out_are_refused() -> None:
+    for row in ((Segment(0, 4, 0, 0), Segment(5, 12, 0, 0)), (Segment(0, 11, 0, 0),), ()):
+        with pytest.raises(ValueError, match="of a row of 12 tokens: give them one behind the other, from 0 to 12"):
+            Segments([row], 12, CPU)
 
 
 def test_rows_that_are_all_alike() -> None:

@@ -3,8 +3,9 @@
 A segment attends to itself causally, and to some tokens before it in its row: a completion to its prompt. Queries of a segment are
 the last of its keys, so this is causal attention aligned at the lower right, ``score_ij`` for ``j <= i + keys - queries``. All
 segments of all rows are one call of FlashAttention for sequences of various lengths (Dao, arXiv 2307.08691). Keys that several
-segments see are copied for each of them, and their gradients are added in a fixed order. There is no mask: time and memory are
-proportional to the pairs that see each other.
+segments see are copied for each of them, and their gradients are added in a fixed order. Segments lie in their row one
+behind the other, so queries stay where they are, and so do keys where no segment sees others. There is no mask: time and memory
+are proportional to the pairs that see each other.
 
 ===================== ============================== ==================================
 kernel                runs                           takes
@@ -18,6 +19,9 @@ a mask                torch's attention              everything else
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from functools import cache
+from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -42,18 +46,18 @@ class Segment(NamedTuple):
 
 
 class _Packed(NamedTuple):
-    """The segments of all rows, one row after the other.
+    """The segments of all rows, one row after the other. Packed queries are the tokens, numbered through consecutive rows.
 
     Attributes:
-        queries: int64 ``t``: the token of each packed query, numbered through consecutive rows.
-        keys: int64 ``u``: of each packed key.
+        keys: int64 ``u``: the token of each packed key.
         query_ends, key_ends: int32 ``n + 1``: cumulative lengths.
         most_queries, most_keys: of a segment.
-        own: int64 ``t``: the places of the segments' own tokens among the packed keys, in the order of ``queries``.
+        own: int64 ``t``: the place of each token among the packed keys, in its own segment.
         shared: of each turn the packed keys ``w`` that segments see of others, and their tokens: no token twice in a turn.
+            Without any, packed keys are the tokens too.
+        no_random: uint64 ``2`` and ``0``: a state of random numbers for dropout, of which there is none.
     """
 
-    queries: Tensor
     keys: Tensor
     query_ends: Tensor
     key_ends: Tensor
@@ -61,6 +65,7 @@ class _Packed(NamedTuple):
     most_keys: int
     own: Tensor
     shared: tuple[tuple[Tensor, Tensor], ...]
+    no_random: tuple[Tensor, Tensor]
 
 
 class Segments:
@@ -71,7 +76,17 @@ class Segments:
         rows: the segments of each row, in order; of one row, if all rows have the same.
         length: tokens of a row.
         device: of the tensors that they are used with.
+
+        Raises:
+            ValueError: for segments that do not lie one behind the other, from a row's first token to its last.
         """
+        for row in rows:
+            ends = [0, *(one.stop for one in row)]
+            if ends[-1] != length or any(one.start != end for one, end in zip(row, ends, strict=False)):
+                raise ValueError(
+                    f"segments {[(one.start, one.stop) for one in row]} of a row of {length} tokens: give them one behind the "
+                    f"other, from 0 to {length}"
+                )
         self.rows, self.length, self.device = tuple(tuple(row) for row in rows), length, device
         self._packed: _Packed | None = None
         self._seen: Tensor | None = None
@@ -118,14 +133,13 @@ class Segments:
         return self._packed
 
     def _pack(self) -> _Packed:
-        queries, keys, own, query_ends, key_ends = [], [], [], [0], [0]
+        keys, own, query_ends, key_ends = [], [], [0], [0]
         turns: list[tuple[list[Tensor], list[Tensor]]] = []
         for number, segments in enumerate(self.rows):
             base, users = number * self.length, dict[int, int]()  # how many segments have seen each prompt
             for start, stop, first, kept in segments:
                 mine, before = torch.arange(start, stop) + base, torch.arange(first, first + kept) + base
                 at = key_ends[-1]
-                queries.append(mine)
                 keys += [before, mine]
                 own.append(torch.arange(at + kept, at + kept + stop - start))
                 if kept:
@@ -136,14 +150,15 @@ class Segments:
                     turns[turn][1].append(before)
                 query_ends.append(query_ends[-1] + stop - start)
                 key_ends.append(at + kept + stop - start)
-        put = [torch.cat(parts).to(self.device) for parts in (queries, keys, own)]
+        which, places = (torch.cat(parts).to(self.device) for parts in (keys, own))
         ends = [torch.tensor(found, dtype=torch.int32).to(self.device) for found in (query_ends, key_ends)]
         shared = tuple((torch.cat(a).to(self.device), torch.cat(b).to(self.device)) for a, b in turns)
-        most = [
-            max((stop - start for stop, start in zip(found[1:], found, strict=False)), default=0)
-            for found in (query_ends, key_ends)
-        ]
-        return _Packed(put[0], put[1], ends[0], ends[1], most[0], most[1], put[2], shared)
+        most = [max((stop - start for start, stop in pairwise(found)), default=0) for found in (query_ends, key_ends)]
+        no_random = (
+            torch.zeros(2, dtype=torch.uint64, device=self.device),
+            torch.zeros(0, dtype=torch.uint64, device=self.device),
+        )
+        return _Packed(which, ends[0], ends[1], most[0], most[1], places, shared, no_random)
 
 
 def segment_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float | None = None) -> Tensor:
@@ -180,7 +195,8 @@ def _heads_first(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: flo
     kernel = _kernel(q, v)
     if kernel is None:
         return _masked(q, k, v, segments, scale)
-    with torch.autocast(q.device.type, enabled=False):
+    kind = q.device.type
+    with torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext():
         given = (x.transpose(1, 2) for x in (q, k, v))
         out: Tensor = _Attention.apply(*given, segments.packed(), kernel, scale)
     return out.transpose(1, 2)
@@ -195,9 +211,14 @@ def _kernel(q: Tensor, v: Tensor) -> _Kernel | None:
         return REFERENCE
     d, half = q.shape[-1], (torch.float16, torch.bfloat16)
     takes = q.is_cuda and torch.version.hip is None and v.shape[-1] == d and d <= _WIDEST and not d % 8
-    if takes and q.dtype in half and torch.cuda.get_device_capability(q.device)[0] >= 8:
+    if takes and q.dtype in half and _runs_flash(q.device):
         return FLASH
     return None
+
+
+@cache
+def _runs_flash(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device)[0] >= 8
 
 
 def _masked(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> Tensor:
@@ -209,50 +230,41 @@ def _masked(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -
 
 
 class _Attention(torch.autograd.Function):
-    """Gathers queries and keys of the segments, attends, and puts results and gradients back to their tokens."""
+    """Gathers keys of the segments, attends, and adds up their gradients."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, packed: _Packed, kernel: _Kernel, scale: float) -> Tensor:
-        found, lse = kernel.forward(_rows(q, packed.queries), *_gathered(k, v, packed), packed, scale)
-        ctx.save_for_backward(q, k, v, found, lse)
+        found, lse = kernel.forward(q.flatten(0, 1), *_gathered(k, v, packed), packed, scale)
+        out = found.view(*q.shape[:3], -1)
+        ctx.save_for_backward(q, k, v, out, lse)
         ctx.packed, ctx.kernel, ctx.scale = packed, kernel, scale
-        return _put(found, packed.queries, q)
+        return out
 
     @staticmethod
     def backward(ctx: Any, *dout: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, found, lse = ctx.saved_tensors
+        q, k, v, out, lse = ctx.saved_tensors
         packed: _Packed = ctx.packed
-        given = _rows(q, packed.queries), *_gathered(k, v, packed)
-        dq, *others = ctx.kernel.backward(_rows(dout[0], packed.queries), *given, found, lse, packed, ctx.scale)
-        dk, dv = (_added(x, packed, like) for x, like in zip(others, (k, v), strict=True))
-        return _put(dq, packed.queries, q), dk, dv, None, None, None
-
-
-def _rows(x: Tensor, tokens: Tensor) -> Tensor:
-    """``b s heads d`` -> ``t heads d``"""
-    return x.flatten(0, 1).index_select(0, tokens)
+        given = q.flatten(0, 1), *_gathered(k, v, packed), out.flatten(0, 1), lse
+        dq, *others = ctx.kernel.backward(dout[0].flatten(0, 1), *given, packed, ctx.scale)
+        dk, dv = (_added(x, packed).view(like.shape) for x, like in zip(others, (k, v), strict=True))
+        return dq.view(q.shape), dk, dv, None, None, None
 
 
 def _gathered(k: Tensor, v: Tensor, packed: _Packed) -> tuple[Tensor, Tensor]:
-    return _rows(k, packed.keys), _rows(v, packed.keys)
+    """``b s kv_heads d`` -> ``u kv_heads d``"""
+    k, v = k.flatten(0, 1), v.flatten(0, 1)
+    return (k.index_select(0, packed.keys), v.index_select(0, packed.keys)) if packed.shared else (k, v)
 
 
-def _put(x: Tensor, tokens: Tensor, like: Tensor) -> Tensor:
-    """``t heads d`` -> ``b s heads d``; every token is one of ``tokens``."""
-    out = torch.empty((*like.shape[:3], x.shape[-1]), dtype=x.dtype, device=x.device)
-    out.view(-1, *x.shape[1:]).index_copy_(0, tokens, x)
-    return out
-
-
-def _added(x: Tensor, packed: _Packed, like: Tensor) -> Tensor:
-    """Add up gradients of packed keys: ``u kv_heads d`` -> ``b s kv_heads d``. No token comes twice in one addition."""
-    own = x.index_select(0, packed.own)
+def _added(x: Tensor, packed: _Packed) -> Tensor:
+    """Add up gradients of packed keys: ``u kv_heads d`` -> ``t kv_heads d``. No token comes twice in one addition."""
     if not packed.shared:
-        return _put(own, packed.queries, like)
-    total = _put(own.to(torch.promote_types(x.dtype, torch.float32)), packed.queries, like)
-    flat = total.view(-1, *x.shape[1:])
+        return x
+    own = x.index_select(0, packed.own)
+    # One addition rounds once in any dtype; of more, only the last is to round to a narrow one.
+    total = own if len(packed.shared) == 1 else own.to(torch.promote_types(x.dtype, torch.float32))
     for places, tokens in packed.shared:
-        flat.index_add_(0, tokens, x.index_select(0, places).to(flat.dtype))
+        total.index_add_(0, tokens, x.index_select(0, places).to(total.dtype))
     return total.to(x.dtype)
 
 
@@ -280,10 +292,8 @@ class _Flash:
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, packed: _Packed, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         ends, most = (packed.query_ends, packed.key_ends), (packed.most_queries, packed.most_keys)
-        # The random state is read only for dropout.
-        random, unused = (torch.zeros(n, dtype=torch.uint64, device=q.device) for n in (2, 0))
         given = (dout.contiguous(), q, k, v, out, lse)
-        dq, dk, dv = _aten._flash_attention_backward(*given, *ends, *most, 0.0, True, random, unused, scale=scale)
+        dq, dk, dv = _aten._flash_attention_backward(*given, *ends, *most, 0.0, True, *packed.no_random, scale=scale)
         return dq, dk, dv
 
 
