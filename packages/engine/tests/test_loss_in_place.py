@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from meshfold.engine import Engine
 from meshfold.mesh.testing import Operators, ranks
+from meshfold.models import GPT, GPTConfig
 
 sys.path.append(str(Path(__file__).parent))  # for the helpers beside this file, on every rank
 from test_first_step_logits import IDS, LABELS, WORDS, small_chunks
@@ -149,7 +150,11 @@ def check(
     want = []
     for step in range(3):
         plain.zero_grad()
-        loss = plain(ids, labels)["loss"] if loss_fn is None else loss_fn(plain(ids), labels)
+        if loss_fn is None:
+            found = plain(ids, labels=labels)
+            loss = found["loss"] if isinstance(found, dict) else found.loss
+        else:
+            loss = loss_fn(plain(ids), labels)
         want.append(loss.item())
         if step < 2:
             loss.backward()
@@ -194,6 +199,33 @@ def test_words_and_rows_are_split() -> None:
 def test_a_tied_head() -> None:
     """Which would make partial sums of all words; and words have weights."""
     check(partial(Own, by_class, tied=True), FOUR["2d"], CHUNK)
+
+
+def with_its_own_loss(tie: bool = True) -> nn.Module:
+    """A model whose loss is ours, which gets logits as a rank has them and not gathered ones."""
+    sizes: dict[str, Any] = dict(hidden=16, layers=2, heads=4, vocab_size=WORDS + 1, max_positions=128)
+    return GPT(GPTConfig(dropout=0.0, tie=tie, label_smoothing=0.1, z_loss=0.01, **sizes))
+
+
+@ranks(4)
+def test_a_tied_head_with_the_loss_of_our_models() -> None:
+    check(with_its_own_loss, FOUR["2d"], CHUNK, rows=3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("spec", ["2.5d", "1d+sequence, pipeline"])
+@ranks(4)
+def test_the_loss_of_our_models_on_four_ranks(spec: str) -> None:
+    check(with_its_own_loss, FOUR[spec], CHUNK)
+
+
+@pytest.mark.slow
+@TIES
+@pytest.mark.parametrize("spec", EIGHT)
+@ranks(8)
+def test_the_loss_of_our_models_on_eight_ranks(spec: str, tied: bool) -> None:
+    """The first step in 3d, which is looked at, makes partial sums: rows of logits are other ones than the head's."""
+    check(partial(with_its_own_loss, tied), EIGHT[spec], 2 * CHUNK if spec == "3d" else CHUNK)
 
 
 @pytest.mark.slow

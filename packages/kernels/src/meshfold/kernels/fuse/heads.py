@@ -188,6 +188,11 @@ class Head:
         return x.reshape(-1, x.shape[-1]), self._layer.weight, self._layer.bias
 
     @property
+    def layer(self) -> Any:
+        """The layer."""
+        return self._layer
+
+    @property
     def trains(self) -> bool:
         """Tell whether the layer's weight has a gradient."""
         return bool(self._layer.weight.requires_grad)

@@ -11,7 +11,7 @@ from torch import Tensor
 from meshfold.kernels.fuse import LazyLogits
 from meshfold.mesh import Mesh, collectives
 from meshfold.mesh.collectives import bind_collect, bind_leave, take_block
-from meshfold.tensor_parallel.layers.vocabulary import shard_of
+from meshfold.tensor_parallel.layers.waiting_head import block_of_loss
 from meshfold.tensor_parallel.modes import Mode, find_mode
 
 
@@ -49,19 +49,19 @@ def log_probs(
     start = mesh.index(*words) * columns if mesh is not None else 0
     size = vocab_size if vocab_size is not None else columns
     valid = min(max(size - start, 0), columns)
-    mine = targets if mesh is None else take_block(targets, mesh, 0, rows)
     found: Tensor | None = None
     if isinstance(logits, LazyLogits):
-        shard = None
-        if mesh is not None:
-            shard = shard_of(mesh, words, columns, size)
+        split, shard = (rows, None) if mesh is None else block_of_loss(logits, mesh, rows, words, size)
+        mine = targets if mesh is None else take_block(targets, mesh, 0, split)
         found = logits.log_probs(
             mine, ignore_index=ignore_index, temperature=temperature, entropy=entropy, vocabulary=shard
         )
-    if found is None:
-        flat = logits.reshape(-1, columns)[:, :valid]
-        flat = (flat if flat.dtype == torch.float64 else flat.float()) / temperature
-        found = _of_logits(flat, mine, start, mesh, words, ignore_index, entropy)
+        if found is not None:
+            return found if mesh is None else bind_collect(mesh, 1, split)(found)
+    mine = targets if mesh is None else take_block(targets, mesh, 0, rows)
+    flat = logits.reshape(-1, columns)[:, :valid]
+    flat = (flat if flat.dtype == torch.float64 else flat.float()) / temperature
+    found = _of_logits(flat, mine, start, mesh, words, ignore_index, entropy)
     return found if mesh is None else bind_collect(mesh, 1, rows)(found)
 
 

@@ -21,6 +21,7 @@ from meshfold.mesh.collectives import bind_leave, take_block
 from meshfold.tensor_parallel.layers import vocabulary
 from meshfold.tensor_parallel.layers.base import OnMesh, without_autocast
 from meshfold.tensor_parallel.layers.vocabulary import checked
+from meshfold.tensor_parallel.layers.waiting_head import block_of_loss
 from meshfold.tensor_parallel.modes import Mode, find_mode, vocabulary_multiple
 
 SummedLoss = Callable[[Tensor, Tensor], Tensor]
@@ -95,16 +96,17 @@ def _make(
     of_rows = _make_function(mesh, words, vocab_size, ignore_index, label_smoothing, z_loss)
 
     def with_head(logits: LazyLogits, labels: Tensor) -> Tensor:
-        """Return the summed loss of deferred logits, for this rank's tokens and words."""
-        shard = vocabulary.shard_of(mesh, words, logits.shape[-1], vocab_size)
-        return logits.loss(
-            labels,
+        """Return the summed loss of deferred logits and all labels."""
+        rows, shard = block_of_loss(logits, mesh, tokens, words, vocab_size)
+        found = logits.loss(
+            take_block(labels, mesh, 0, rows),
             ignore_index=ignore_index,
             reduction="sum",
             label_smoothing=label_smoothing,
             z_loss=z_loss,
             vocabulary=shard,
         )
+        return bind_leave(mesh, rows)(found)
 
     def summed(logits: Tensor, labels: Tensor) -> Tensor:
         flat, columns, count = labels.reshape(-1), logits.shape[-1], logits.shape[:-1].numel()
@@ -119,9 +121,9 @@ def _make(
                 f"give the labels of all {count * shares} tokens on every rank"
             )
         flat = checked(flat, vocab_size, "label", ignore_index)
-        mine = take_block(flat, mesh, 0, tokens)
         if isinstance(logits, LazyLogits):
-            return add_up(with_head(logits, mine))
+            return with_head(logits, flat)
+        mine = take_block(flat, mesh, 0, tokens)
         rows = logits.reshape(-1, columns)
         with without_autocast(rows):
             return add_up(of_rows.apply(rows, mine).sum())

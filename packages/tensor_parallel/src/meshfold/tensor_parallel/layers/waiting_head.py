@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from meshfold.kernels import VocabularyShard
-from meshfold.kernels.fuse import SplitRows
+from meshfold.kernels.fuse import LazyLogits, SplitRows
 from meshfold.mesh import Mesh, metadata
 from meshfold.mesh.collectives import bind_collect, bind_leave, identity, take_block
 from meshfold.mesh.model_io import meet_for_loss, meet_to_read
@@ -21,10 +21,27 @@ from meshfold.tensor_parallel.matmul import bind_enter_operand, lead_shape
 from meshfold.tensor_parallel.plan import MatmulPlan
 
 
+def block_of_loss(
+    logits: LazyLogits, mesh: Mesh, rows: tuple[str, ...], words: tuple[str, ...], size: int
+) -> tuple[tuple[str, ...], VocabularyShard]:
+    """Return the axes that split the rows of a loss of a rank's block of logits that wait, and this rank's words in it.
+
+    Args:
+        rows, words: axes that split the logits.
+        size: words in the whole vocabulary.
+    """
+    layer = logits.head.layer
+    exchanged = layer.exchanged if isinstance(layer, WaitingHead) else None
+    if exchanged is None:
+        return rows, shard_of(mesh, words, logits.shape[-1], size)
+    return exchanged.tokens, exchanged.shard(layer.weight_rows, size)
+
+
 class WaitingHead:
     """Part of a sharded linear layer: its logits may wait for their loss if it is a head.
 
     Logits that the layer gathers may wait, too: every rank has them whole, and computes their loss from its own rows and words.
+    Where its product would be partial sums of logits, the loss has other rows and words than the logits: :func:`block_of_loss`.
     """
 
     mesh: Mesh
@@ -52,12 +69,12 @@ class WaitingHead:
     def defers_logits(self) -> bool:
         """Return True if the loss of this call can be computed with the layer.
 
-        Its product is one local matmul; or it gathers the output, and its operands can be moved so that a local one is enough.
+        Its product is one local matmul, or its operands can be moved so that a local one is enough.
         """
         return (
             self.makes_logits
             and self.input_adapter in (as_given, flattened)
-            and (self._is_local or (self.gather_output and self._exchanged is not None))
+            and (self._is_local or self.exchanged is not None)
         )
 
     @property
@@ -66,8 +83,8 @@ class WaitingHead:
         return self.stored == "nk" and not self.plan.extras("y") and not self.plan.sums("y")
 
     @property
-    def _exchanged(self) -> ExchangedHead | None:
-        """Return how the operands move for the loss of logits that would be gathered; None: they stay, or cannot move."""
+    def exchanged(self) -> ExchangedHead | None:
+        """Return how the operands move for the loss; None: they stay, or cannot move."""
         if self._is_local or self.stored != "nk" or self._sum_weight is not identity:
             return None
         return self.mesh.once(("exchanged head", self.plan), lambda: ExchangedHead.of(self.plan, self.mesh))
@@ -76,8 +93,8 @@ class WaitingHead:
         """Return this rank's words if this call gathers its output; else None."""
         if not self.gather_output:
             return None
-        if (exchanged := self._exchanged) is not None:
-            return exchanged.shard(self._weight_rows, self.out_features)
+        if (exchanged := self.exchanged) is not None:
+            return exchanged.shard(self.weight_rows, self.out_features)
         return shard_of(self.mesh, self.plan.y[self.plan.n], self.own_words, self.out_features)
 
     def gathered_rows(self, x: Tensor) -> SplitRows | None:
@@ -85,7 +102,7 @@ class WaitingHead:
         mesh, plan = self.mesh, self.plan
         if not self.gather_output or mesh.size(*plan.x[plan.m], *plan.y[plan.m]) == 1:
             return None
-        exchanged, shape = self._exchanged, self.logits_shape(x)
+        exchanged, shape = self.exchanged, self.logits_shape(x)
         tokens = plan.y[plan.m] if exchanged is None else exchanged.tokens
         count = math.prod(shape[:-1])
 
@@ -124,10 +141,10 @@ class WaitingHead:
     def own_words(self) -> int:
         """Words of the logits of a head on this rank, with padding."""
         plan, mesh = self.plan, self.mesh
-        return self._weight_rows * mesh.size(*plan.w[plan.n]) // mesh.size(*plan.y[plan.n])
+        return self.weight_rows * mesh.size(*plan.w[plan.n]) // mesh.size(*plan.y[plan.n])
 
     @property
-    def _weight_rows(self) -> int:
+    def weight_rows(self) -> int:
         """Words of this rank's block of the weight, with padding."""
         known = metadata(self.weight)
         # Under ZeRO stage 3 the weight itself may be away.
@@ -145,7 +162,7 @@ class WaitingHead:
 
     def loss_operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return the operands of a local matmul: rows ``m k``, weight ``v k`` and bias ``v``, each with its gradient."""
-        if (exchanged := self._exchanged) is not None:
+        if (exchanged := self.exchanged) is not None:
             return exchanged.operands(x, self.weight, self.bias)
         rows = bind_enter_operand(self.plan, self.mesh, "x")(x.reshape(-1, x.shape[-1]))
         weight = bind_enter_operand(self.plan, self.mesh, "w")(self._sum_weight(self.weight))
