@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.common import Contestant, add_output, add_rounds, check_out, median, parse_with_tiny
-from benchmarks.experts.run import add_wheels
+from benchmarks.experts.run import add_case
 from benchmarks.kernel_times import kernels_of, lines_of
 from benchmarks.measuring import measure
 from benchmarks.reports import met, ratio, read_bars, table
@@ -38,7 +38,7 @@ BARS = read_bars("experts", ("dense", "transformers", "torchtitan", "memory"))
 def main(argv: Sequence[str]) -> int:
     """Time a layer."""
     parser = argparse.ArgumentParser(prog="meshfold bench experts --case layer", description=__doc__.split("\n")[0])
-    add_wheels(parser)
+    add_case(parser)
     parser.add_argument("--hidden", type=int, default=2048, help="size of a token")
     parser.add_argument("--experts", type=int, default=128)
     parser.add_argument("--top-k", type=int, default=8, help="experts of a token")

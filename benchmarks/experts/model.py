@@ -22,7 +22,7 @@ from benchmarks.common import (
 )
 from benchmarks.experts.planned import planned_bytes
 from benchmarks.experts.report import report
-from benchmarks.experts.run import add_wheels
+from benchmarks.experts.run import add_case
 from benchmarks.experts.worker import CONTESTANTS, DEFAULT
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -74,7 +74,7 @@ WORK = ("shape", "ranks", "rows", "length", "dtype", "recompute", "backend")
 def main(argv: Sequence[str]) -> int:
     """Train a model."""
     parser = argparse.ArgumentParser(prog="meshfold bench experts --case model", description=__doc__.split("\n")[0])
-    add_wheels(parser)
+    add_case(parser)
     parser.add_argument("--shape", choices=SHAPES, default="30B-A3B")
     parser.add_argument("--ranks", type=int, default=2, help="GPUs; as many ranks share the experts and the rows")
     parser.add_argument(

@@ -8,17 +8,14 @@ layers with experts over the ranks, each contestant in processes of its own. Bot
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
-import os
 import sys
-import tempfile
-import zipfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that this file runs on its own
+
+from benchmarks.wheels import add_wheels, unpacked
 
 CASES = ("layer", "model")
 
@@ -27,7 +24,7 @@ def main(argv: Sequence[str]) -> int:
     """Entry point of `meshfold bench experts`."""
     parser = argparse.ArgumentParser(prog="meshfold bench experts", description=__doc__.split("\n")[0], add_help=False)
     parser.add_argument("--case", choices=CASES, default="layer")
-    parser.add_argument("--wheels", type=Path, nargs="*", default=[])
+    add_wheels(parser)
     parser.add_argument("--report", type=Path)
     known, rest = parser.parse_known_args(argv)
     if known.report:  # the file tells its case
@@ -40,34 +37,10 @@ def main(argv: Sequence[str]) -> int:
         return layer.main(rest) if known.case == "layer" else model.main(rest)
 
 
-def add_wheels(parser: argparse.ArgumentParser) -> None:
+def add_case(parser: argparse.ArgumentParser) -> None:
     """Name in the help of a case what is read before it: ``--case`` and ``--wheels``."""
     parser.add_argument("--case", choices=CASES, default="layer", help="what is timed")
-    parser.add_argument(
-        "--wheels", type=Path, nargs="*", help="wheels of peers, which their processes import before what is installed"
-    )
-
-
-@contextmanager
-def unpacked(wheels: Sequence[Path]) -> Iterator[None]:
-    """Put wheels in front of the path of this process and of those that it starts."""
-    with tempfile.TemporaryDirectory(prefix="wheels-") as folder:
-        for wheel in wheels:
-            with zipfile.ZipFile(wheel) as archive:
-                archive.extractall(folder)
-        before = os.environ.get("PYTHONPATH")
-        if wheels:
-            sys.path.insert(0, folder)
-            os.environ["PYTHONPATH"] = os.pathsep.join([folder, *([before] if before else [])])
-            importlib.invalidate_caches()
-        try:
-            yield
-        finally:
-            if wheels:
-                sys.path.remove(folder)
-                os.environ.pop("PYTHONPATH")
-                if before is not None:
-                    os.environ["PYTHONPATH"] = before
+    add_wheels(parser)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ class PeerAttention(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         b, s = x.shape[:2]
         q, k, v = (w(x).view(b, s, -1, self.d) for w in (self.wq, self.wk, self.wv))
-        q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         y = F.scaled_dot_product_attention(
             q.transpose(1, 2),
             k.transpose(1, 2),
@@ -77,7 +77,7 @@ class PeerBlock(nn.Module):
             module.weight = nn.Parameter(weights[name].clone())
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary positions, ``b s heads d``."""
     half = x.shape[-1] // 2
     turned = torch.cat((-x[..., half:], x[..., :half]), dim=-1)

@@ -1,4 +1,4 @@
-"""Contestants: our modes and lowerings, and torch's DTensor and FSDP2, on the same weights."""
+"""Contestants: our modes and lowerings, torch's DTensor and FSDP2, and Colossal-AI's legacy 2D, on the same weights."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ LOWERED = {
     "1d+sequence by push compiled": ("1d+sequence", "push"),
     "1d+tokens by push compiled": ("1d+tokens", "push"),
 }
-PEERS = ("dtensor", "dtensor compiled", "dtensor compiled async", "FSDP2 compiled")
+COLOSSAL_AI = "Colossal-AI 2D"
+PEERS = ("dtensor", "dtensor compiled", "dtensor compiled async", "FSDP2 compiled", COLOSSAL_AI)
 
 NAMES = (*(f"{mode}{suffix}" for mode in MODES for suffix in ("", " compiled")), *LOWERED, *PEERS)
 
@@ -126,6 +127,8 @@ def _ours(name: str, work: Work, args: argparse.Namespace) -> Built:
 def _maker(name: str) -> Callable[[str, Work, argparse.Namespace], Built]:
     if name not in PEERS:
         return _ours
+    if name == COLOSSAL_AI:
+        return _colossal_ai
     return _fsdp2 if name.startswith("FSDP2") else _dtensor
 
 
@@ -147,6 +150,26 @@ def _fsdp2(name: str, work: Work, args: argparse.Namespace) -> Built:
         stack.zero_grad()
         found: Tensor = stack(x, *work.rotary)
         return found
+
+    return run, (cut(work.x).requires_grad_(), cut(work.dy)), lambda out: work.error(out, cut(work.reference))
+
+
+def _colossal_ai(name: str, work: Work, args: argparse.Namespace) -> Built:
+    from benchmarks.peers.colossalai_2d import Block2D, Grid
+
+    grid = Grid(args.ranks)
+    stack = _Stack([])
+    for layer in range(args.layers):
+        stack.blocks.append(Block2D(grid, work.weights(layer), args.heads, args.kv_heads, 1e-5))
+
+    def cut(whole: Tensor) -> Tensor:
+        return grid.cut(whole.view(args.batch, args.seq_len, -1))
+
+    def run(x: Tensor) -> Tensor:
+        stack.zero_grad()
+        for block in stack.blocks:
+            x = block(x, *work.rotary)
+        return x
 
     return run, (cut(work.x).requires_grad_(), cut(work.dy)), lambda out: work.error(out, cut(work.reference))
 

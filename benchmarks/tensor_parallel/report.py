@@ -9,9 +9,9 @@ from typing import Any
 
 from benchmarks import reports
 from benchmarks.common import median, ratios
-from benchmarks.tensor_parallel.contestants import PEERS
+from benchmarks.tensor_parallel.contestants import COLOSSAL_AI, PEERS
 
-BARS = reports.read_bars("tensor_parallel", ("dtensor", "fsdp2", "grid", "grid_memory"))
+BARS = reports.read_bars("tensor_parallel", ("dtensor", "fsdp2", "grid", "grid_memory", "colossal_ai"))
 JUDGED = dict(layers=8, hidden=4096, heads=32, kv_heads=8, ffn=14336, dtype="bfloat16")
 """The blocks that the bars are for."""
 MANY = 8
@@ -59,6 +59,8 @@ def bars(result: dict[str, Any]) -> Iterator[str]:
         if best and peer in times:
             yield BARS[key].line(ratios(times[best], times[peer])[0], ranks, best=best)
     grid, rival = fastest("2d"), fastest("1d+sequence")
+    if grid and COLOSSAL_AI in times:
+        yield BARS["colossal_ai"].line(ratios(times[grid], times[COLOSSAL_AI])[0], ranks, best=grid)
     if grid and rival and settings["batch"] * settings["seq_len"] >= MANY * settings["hidden"]:
         yield BARS["grid"].line(ratios(times[grid], times[rival])[0], ranks, best=grid, rival=rival)
         share, bar = result["peak_bytes"][grid] / result["peak_bytes"][rival], BARS["grid_memory"]
@@ -74,6 +76,7 @@ def _in_words(name: str) -> str:
         "1d+tokens": "attention by tokens",
         "dtensor": "torch DTensor",
         "FSDP2": "torch FSDP2",
+        "Colossal-AI": "Colossal-AI",
     }.get(mode, mode.upper())
     return f"{words} {rest}".strip()
 
@@ -94,7 +97,7 @@ def report(path: Path) -> int:
     right.set_yticks([])
     settings = result["settings"]
     gpu = result["machine"].get("gpu", "CPU")
-    title = f"{settings['layers']} Llama blocks, {settings['ranks']} × {gpu}\nMeshfold blue, torch grey"
+    title = f"{settings['layers']} Llama blocks, {settings['ranks']} × {gpu}\nMeshfold blue, others grey"
     reports.title(figure, title)
     reports.save(figure, [_described(result), "", table(result)], path)
     return 0

@@ -1,4 +1,4 @@
-"""Llama-8B-shaped blocks under each tensor-parallel mode, side by side with torch's DTensor and FSDP2.
+"""Llama-8B-shaped blocks under each tensor-parallel mode, beside torch's DTensor and FSDP2 and Colossal-AI's legacy 2D.
 
 Forward and backward of a stack of blocks on all ranks of one machine; all contestants hold the same weights, run in
 one process group, and are timed in interleaved rounds after clocks have settled. `meshfold bench tensor-parallel
@@ -24,6 +24,7 @@ from benchmarks.common import (
     agree,
     check_out,
     machine,
+    parse_with_tiny,
     synchronize,
     timed_windows,
     write,
@@ -31,6 +32,23 @@ from benchmarks.common import (
 from benchmarks.tensor_parallel.contestants import NAMES, build
 from benchmarks.tensor_parallel.report import report, table
 from benchmarks.tensor_parallel.work import Work
+from benchmarks.wheels import add_wheels, unpacked
+
+TINY = dict(
+    layers=1,
+    hidden=32,
+    heads=4,
+    kv_heads=2,
+    ffn=48,
+    batch=2,
+    seq_len=16,
+    dtype="float32",
+    rounds=2,
+    window_s=0.0,
+    settle_s=0.0,
+)
+"""What ``--tiny`` sets."""
+NOT_SETTINGS = ("out", "report", "profile", "only", "tiny", "wheels")
 
 
 def main(argv: list[str]) -> int:
@@ -50,7 +68,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--profile", default="", help="contestant to profile instead; writes the kernels' times")
     add_rounds(parser)
     add_output(parser, "tensor_parallel")
-    args = parser.parse_args(argv)
+    add_wheels(parser)
+    args = parse_with_tiny(parser, argv, TINY)
     if args.report:
         return report(args.report)
     if "RANK" not in os.environ:
@@ -58,7 +77,8 @@ def main(argv: list[str]) -> int:
         check_out(args.out)
         from meshfold.mesh.processes import launch
 
-        return launch([str(Path(__file__).resolve()), *argv], args.ranks)
+        with unpacked(args.wheels):
+            return launch([str(Path(__file__).resolve()), *argv], args.ranks)
     return _measure(args)
 
 
@@ -105,7 +125,7 @@ def _measure(args: argparse.Namespace) -> int:
     result = {
         "area": "tensor-parallel",
         "machine": machine(),
-        "settings": {k: v for k, v in vars(args).items() if k not in ("out", "report", "profile", "only")},
+        "settings": {k: v for k, v in vars(args).items() if k not in NOT_SETTINGS},
         "flops_per_step_per_rank": work.flops() / args.ranks,
         "peak_bytes": {c.name: c.peak_bytes for c in contestants},
         "relative_error": {c.name: c.error for c in contestants},
