@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from meshfold.engine import Engine
 from meshfold.engine.model.fused_kernels import check_kernels
 from meshfold.kernels.fuse.heads import Head
+from meshfold.kernels.fuse.norms import Norm
 from meshfold.mesh import SpecError
 from meshfold.mesh.testing import ranks
 from meshfold.models import GPT, GPTConfig, build
@@ -190,6 +191,27 @@ ALONE: dict[str, dict[str, Any]] = {
 @ranks(1)
 def test_alone(model: str, spec: str) -> None:
     check(*MODELS[model][:1], ALONE[spec], MODELS[model][1])
+
+
+@pytest.mark.few(4)
+@pytest.mark.parametrize("recompute", [None, "blocks"])
+@pytest.mark.parametrize("spec", ["none", "zero 3"])
+@ranks(1)
+def test_norms_make_the_sums_of_sharded_blocks_too(spec: str, recompute: str | None) -> None:
+    # Sharded parameters have hooks on every submodule, which once kept each sum apart from its norm.
+    made: list[str] = []
+    of_sum = Norm.of_sum
+
+    def counted(self: Norm, *args: Any) -> Any:
+        made.append("sum")
+        return of_sum(self, *args)
+
+    sgd = dict(name="sgd", lr=0.1)
+    engine = Engine(OwnModel, ALONE[spec], kernels=ALWAYS, precision="fp64", recompute=recompute, optimizer=sgd)
+    with mock.patch.object(Norm, "of_sum", counted):
+        engine.train_step(engine.shard_batch(dict(input_ids=IDS, labels=LABELS)))
+    engine.close()
+    assert len(made) == (2 if recompute is None else 4)  # one a block and forward
 
 
 @ranks(1)

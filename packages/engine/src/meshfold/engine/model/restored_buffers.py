@@ -55,12 +55,16 @@ class RestoredBuffers:
                 module._buffers[name] = buffer
 
     def _now(self) -> dict[_BufferPlace, Tensor]:
-        return {
-            (module, name): buffer
-            for module in self._block.modules()
-            for name, buffer in module._buffers.items()
-            if buffer is not None
-        }
+        found: dict[_BufferPlace, Tensor] = {}
+        modules = {self._block: None}
+        more = [self._block]  # a walk of its own: named_modules passes each module through every level above it
+        while more:
+            module = more.pop()
+            found.update({(module, name): buffer for name, buffer in module._buffers.items() if buffer is not None})
+            children = [child for child in module._modules.values() if child is not None and child not in modules]
+            modules.update(dict.fromkeys(children))
+            more += children
+        return found
 
 
 def _copy_of_buffer(buffer: Tensor) -> Tensor:

@@ -39,16 +39,19 @@ class _Call:
         branches: children whose result may be added to the stream; None: all.
         norms: children that may compute the sum.
         made: branch and norm of each sum that a norm has computed.
+        module: whose forward runs.
     """
 
     def __init__(self, branches: frozenset[str] | None, norms: Mapping[str, Norm]) -> None:
         self.branches, self.norms = branches, norms
         self.made: list[tuple[str, str]] = []
+        self.module: nn.Module | None = None
         self._around = self._mode()
         self.defers, self._over = False, False  # whether a branch has returned, and whether the forward has
 
     def run(self, module: nn.Module, forward: Call, children: Mapping[str, Any], args: Any, kwargs: Any) -> Any:
         """Run a forward on a view of its module with these children."""
+        self.module = module
         view = object.__new__(type(module))
         before = {**module.__dict__, "_modules": {leaf: _Child(leaf, each, self) for leaf, each in children.items()}}
         before["_modules"].update({leaf: None for leaf, each in module._modules.items() if each is None})
@@ -102,7 +105,8 @@ class _Child:
         leaf, call, child = self._leaf, self._call, self._child
         result: Any
         norm = call.norms.get(leaf)
-        if norm is not None and len(args) == 1 and not kwargs and _makes_sum(child, norm, args[0]) and call.waits():
+        alone = len(args) == 1 and not kwargs
+        if norm is not None and alone and _makes_sum(call.module, child, norm, args[0]) and call.waits():
             source = child.__dict__.get(FP8_SOURCE)
             result, value = norm.of_sum(args[0].branch, args[0].residual, child._parameters, source)
             args[0].made(value)
@@ -119,12 +123,22 @@ class _Child:
         return Branch(result, leaf) if type(result) is Tensor else result
 
 
-def _makes_sum(child: nn.Module, norm: Norm, x: Any) -> bool:
+def _makes_sum(module: nn.Module | None, child: nn.Module, norm: Norm, x: Any) -> bool:
     if not isinstance(x, Sum) or not x.waits() or not norm.takes(x.branch, child._parameters):
         return False
     hooks = (child._forward_pre_hooks, child._forward_hooks, child._backward_hooks, child._backward_pre_hooks)
     # Hooks, compiled modules, and a forward that others have put into the module must see the call.
-    return not any(hooks) and not is_compiled(child) and runs_norm(child)
+    hooked = any(not _is_idle(hook, child, module) for each in hooks for hook in each.values())
+    return not hooked and not is_compiled(child) and runs_norm(child)
+
+
+def _is_idle(hook: Any, child: nn.Module, module: nn.Module | None) -> bool:
+    """Return True for a hook that says that it does nothing in a module's calls of its child: ``idle_within(child, module)``.
+
+    Sharded parameters have one on every submodule, for calls past the block that they are gathered for.
+    """
+    asks: Callable[[nn.Module, nn.Module], bool] | None = getattr(hook, "idle_within", None)
+    return module is not None and asks is not None and asks(child, module)
 
 
 def fuse_residuals(

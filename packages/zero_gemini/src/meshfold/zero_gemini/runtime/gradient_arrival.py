@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from meshfold.mesh.model_io import tensors_in
 
 
 def watch_output(output: Any, begin: Callable[[Tensor], None]) -> None:
@@ -16,8 +18,8 @@ def watch_output(output: Any, begin: Callable[[Tensor], None]) -> None:
     An in-place change of a view gives it another history, in which hooks on the earlier view do not run. Hooks on its base tensor
     do, so both get the hook: ``begin`` may be called twice for one tensor.
     """
-    for tensor in tree_flatten(output)[0]:
-        if isinstance(tensor, Tensor) and tensor.requires_grad:
+    for tensor in tensors_in(output):
+        if tensor.requires_grad:
             _ = tensor.grad_fn  # makes a changed view's new history: torch 2.13's register_hook crashes on one without
             tensor.register_hook(begin)
             base = tensor._base
@@ -32,14 +34,25 @@ def watch_inputs(args: Any, kwargs: Any, say: Callable[[], None]) -> Any:
     """
     if not torch.is_grad_enabled():
         return None
-    leaves, spec = tree_flatten((args, kwargs))
-    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
-    if not places:
+    needing = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
+    if not needing:
         return None
-    watched = _Watched.apply(say, *(leaves[i] for i in places))
-    for i, tensor in zip(places, watched, strict=True):
-        leaves[i] = tensor
-    return tree_unflatten(leaves, spec)
+    return _replaced((args, kwargs), iter(_Watched.apply(say, *needing)))
+
+
+def _replaced(value: Any, watched: Iterator[Tensor]) -> Any:
+    """Return nested arguments with the next watched tensor in the place of each that requires a gradient."""
+    kind = type(value)
+    if kind is tuple or kind is list:
+        return kind(_replaced(each, watched) for each in value)
+    if kind is dict:
+        return {name: _replaced(each, watched) for name, each in value.items()}
+    if isinstance(value, Tensor):
+        return next(watched) if value.requires_grad else value
+    if value is None or kind in (bool, int, float, str):
+        return value
+    leaves, spec = tree_flatten(value)
+    return value if spec.is_leaf() else tree_unflatten([_replaced(leaf, watched) for leaf in leaves], spec)
 
 
 class _Watched(torch.autograd.Function):

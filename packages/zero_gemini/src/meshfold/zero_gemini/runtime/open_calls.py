@@ -12,9 +12,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.utils._pytree import tree_flatten
 
+from meshfold.mesh.model_io import tensors_in
 from meshfold.zero_gemini.chunks.chunk import Chunk
 from meshfold.zero_gemini.runtime.units import Unit
 
@@ -67,7 +66,7 @@ class OpenCalls:
             self._unsure.add(unit)
             # Inputs of checkpointing require gradients; inputs of `no_grad` code (recycling, a teacher) do not.
             self._hidden[unit] += graph_task() < 0 and any(
-                isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_flatten((args, kwargs))[0]
+                tensor.requires_grad for tensor in tensors_in((args, kwargs))
             )
         elif graph_task() >= 0 and self._hidden[unit] > self._repeated[unit]:
             self._repeated[unit] += 1

@@ -119,6 +119,10 @@ class OutsideCalls:
             for watch in self._watches:
                 watch.after(module, args, output)
 
+    def covers(self, module: nn.Module) -> bool:
+        """Return True for the unit and its submodules: while one runs, further calls are inside of that."""
+        return module is self._unit.module or module in self._inner
+
     def _hook(self) -> None:
         module = self._unit.module
         module.__dict__[_OWN] = self
@@ -164,6 +168,14 @@ def _before(module: nn.Module, args: Any, kwargs: Any) -> Any:
     return around[0].begin(module, args, kwargs)
 
 
+def _idle_within(module: nn.Module, caller: nn.Module) -> bool:
+    """Return True if these hooks of a submodule need no call that another module makes: they have seen the caller's."""
+    return all(calls.covers(caller) for calls in module.__dict__.get(_AROUND, ()))
+
+
+_before.idle_within = _idle_within  # type: ignore[attr-defined]
+
+
 def _after(module: nn.Module, args: Any, output: Any) -> None:
     """Hook after it, called if it raised too."""
     if torch.compiler.is_compiling():
@@ -172,3 +184,6 @@ def _after(module: nn.Module, args: Any, output: Any) -> None:
         if calls.called is module:
             calls.end(module, args, output)
             return
+
+
+_after.idle_within = _idle_within  # type: ignore[attr-defined]
