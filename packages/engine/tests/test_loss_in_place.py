@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from meshfold.engine import Engine
 from meshfold.mesh.testing import Operators, ranks
@@ -199,6 +200,21 @@ def test_words_and_rows_are_split() -> None:
 def test_a_tied_head() -> None:
     """Which would make partial sums of all words; and words have weights."""
     check(partial(Own, by_class, tied=True), FOUR["2d"], CHUNK)
+
+
+class Checkpointed(Own):
+    """Computes head and loss again in backward."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Any:
+        x = self.embed(input_ids)
+        for block in self.blocks:
+            x = block(x)
+        return dict(loss=checkpoint(lambda x, y: self.line(self.head(self.norm(x)), y), x, labels, use_reentrant=False))
+
+
+@ranks(2)
+def test_a_checkpointed_loss() -> None:
+    check(Checkpointed, dict(tensor=2), CHUNK)
 
 
 def with_its_own_loss(tie: bool = True) -> nn.Module:

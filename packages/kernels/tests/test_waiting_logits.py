@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from meshfold.kernels.fuse.heads import defer_logits
 
@@ -37,10 +39,10 @@ def loss_of(logits: Tensor) -> Tensor:
     return F.cross_entropy(logits.reshape(-1, WORDS), IDS.flatten())
 
 
-def gradients(loss: Loss, *, waits: bool) -> tuple[float, list[Tensor]]:
+def gradients(loss: Loss, *, waits: bool, until_expired: bool = True) -> tuple[float, list[Tensor]]:
     model = Model()
     heads = defer_logits(model, always=waits)
-    with heads.waiting(until_expired=True):
+    with heads.waiting(until_expired=until_expired):
         found = loss(model)
     found.backward()
     return float(found.detach()), [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
@@ -162,6 +164,82 @@ def hooked_once(model: Model) -> Tensor:
 def test_loss_and_gradients_are_those_of_logits_computed_at_once(loss: Loss) -> None:
     (want, wanted), (got, found) = gradients(loss, waits=False), gradients(loss, waits=True)
     assert got == pytest.approx(want, rel=1e-12)
+    for one, other in zip(wanted, found, strict=True):
+        assert torch.allclose(one, other, rtol=1e-9, atol=1e-12)
+
+
+def checkpointed_loss(model: Model) -> Tensor:
+    loss: Tensor = checkpoint(loss_of, model(IDS), use_reentrant=False)
+    return loss
+
+
+def checkpointed_parts(model: Model) -> Tensor:
+    """The logits of some rows at a time, as people write it to save memory."""
+
+    def part(x: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(model.head(x).view(-1, WORDS), labels.flatten(), reduction="sum")
+
+    x = torch.tanh(model.body(model.embed(IDS)))
+    parts = [checkpoint(part, one, labels, use_reentrant=False) for one, labels in zip(x, IDS, strict=True)]
+    return torch.stack(parts).sum() / IDS.numel()
+
+
+@pytest.mark.parametrize("until_expired", [False, True])
+@pytest.mark.parametrize("loss", [checkpointed_loss, checkpointed_parts])
+def test_a_backward_computes_again_what_was_checkpointed(loss: Loss, until_expired: bool) -> None:
+    (want, wanted), (got, found) = (gradients(loss, waits=w, until_expired=until_expired) for w in (False, True))
+    assert got == pytest.approx(want, rel=1e-12)
+    for one, other in zip(wanted, found, strict=True):
+        assert torch.allclose(one, other, rtol=1e-9, atol=1e-12)
+
+
+def test_outside_of_a_backward_they_cannot_be_read_once_they_waited() -> None:
+    model = Model()
+    heads = defer_logits(model, always=True)
+    with heads.waiting():
+        logits = model(IDS)
+        loss_of(logits).backward()
+    with pytest.raises(RuntimeError, match="logits of head are read after their loss was computed"):
+        logits.sum()
+
+
+class OwnLoss(torch.autograd.Function):
+    """A loss with a backward of its own, as kernels of other packages have."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor) -> Tensor:
+        ctx.save_for_backward(logits.softmax(-1))
+        return loss_of(logits)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        (shares,) = ctx.saved_tensors
+        return grad * (shares - F.one_hot(IDS, WORDS)) / IDS.numel()
+
+
+def loss_with_its_own_backward(model: Model) -> Tensor:
+    loss: Tensor = OwnLoss.apply(model(IDS).float().double())
+    return loss
+
+
+def reentrant_checkpoint(model: Model) -> Tensor:
+    loss: Tensor = checkpoint(loss_of, model(IDS), use_reentrant=True)
+    return loss
+
+
+@pytest.mark.parametrize("loss", [loss_with_its_own_backward, reentrant_checkpoint])
+def test_a_gradient_that_would_reach_no_parameter_is_an_error(loss: Loss) -> None:
+    """A stand-in is no function of anything for code below torch's functions."""
+    with pytest.raises(RuntimeError, match=r"was given the logits of head, .* Give it logits.clone\(\)"):
+        gradients(loss, waits=True)
+
+
+def test_a_clone_of_logits_has_a_gradient_for_a_loss_with_its_own_backward() -> None:
+    wanted, found = (
+        gradients(lambda model: OwnLoss.apply(model(IDS).clone()), waits=waits)[1]  # type: ignore[no-any-return]
+        for waits in (False, True)
+    )
+    assert any(float(one.abs().max()) > 0 for one in wanted)
     for one, other in zip(wanted, found, strict=True):
         assert torch.allclose(one, other, rtol=1e-9, atol=1e-12)
 

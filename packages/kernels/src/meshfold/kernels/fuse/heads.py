@@ -17,7 +17,7 @@ from typing import Any, Protocol, TypeGuard, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from meshfold.kernels.fuse.logits import LazyLogits, Operands
+from meshfold.kernels.fuse.logits import LazyLogits, Operands, in_backward
 from meshfold.kernels.fuse.replaced import candidates, is_ours, own_forward, watcher
 from meshfold.kernels.fuse.split_rows import SplitRows
 from meshfold.kernels.inputs import is_autocast
@@ -57,7 +57,8 @@ class DeferredLogits:
                 head.open -= 1
                 head.kept -= until_expired
             if not until_expired and not any(head.open for head in self.heads):
-                self.expire()
+                for head in self.heads:
+                    head.ended += 1
 
     def expire(self) -> None:
         """Let no logits be read any more that were not computed until now, because weights change."""
@@ -143,12 +144,14 @@ class Head:
         open: number of open contexts in which its logits wait.
         kept: how many of these leave logits to code that may read them on some ranks only.
         closed: number of times that logits made before could no longer be read.
+        ended: number of times that they could be read in a backward only, which computes again what a user checkpoints.
         losses: number of losses that were computed with the layer.
         reads: number of logits that waited, and were computed all the same.
     """
 
     def __init__(self, name: str, layer: Any, always: bool) -> None:
-        self.name, self.open, self.kept, self.closed = name, 0, 0, 0
+        self.name, self.open, self.kept, self.closed, self.ended = name, 0, 0, 0, 0
+        self._called = (0, 0)  # open and kept in the last call outside of a backward, which may call it again
         self.losses = self.reads = 0
         self._layer, self._always = layer, always
         # Asked once: a look whether a class has a protocol takes the host as long as a launch.
@@ -165,13 +168,16 @@ class Head:
 
     def waits(self, x: object) -> bool:
         """Return True if the logits of ``x`` are to wait."""
-        if not self.open or type(x) is not Tensor or torch.compiler.is_compiling():
+        if not in_backward():
+            self._called = (self.open, self.kept)
+        now_open, kept = self._called
+        if not now_open or type(x) is not Tensor or torch.compiler.is_compiling():
             return False
         if x.ndim < 2 or is_autocast(x) or _is_hooked(self._layer):
             return False
         if self._deferrable is not None and not self._deferrable.defers_logits():
             return False
-        if self.kept and self.gathered_words() is not None:
+        if kept and self.gathered_words() is not None:
             return False  # reading what is gathered takes all ranks
         return self._always or math.prod(self.shape(x)) >= WORTHWHILE
 

@@ -8,6 +8,7 @@ their gradient if the head was called with gradients enabled, wherever they are 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,6 +34,21 @@ Loss = Callable[[Operands, Tensor], Tensor]  # of a head's operands, and targets
 Change = tuple[str, Any]  # "cast" with a dtype, "scale" with a number, "tanh" with None
 
 
+def in_backward() -> bool:
+    """Return True in a backward of torch, which computes again what was checkpointed."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def _refuse_gradient(name: str, gradient: Tensor | None) -> None:
+    """Raise a RuntimeError: a stand-in gets a gradient only from code that calls no function of torch with it."""
+    if gradient is not None:
+        raise RuntimeError(
+            f"a torch.autograd.Function, or a checkpoint with use_reentrant=True, was given the logits of {name}, which wait for "
+            "their loss: it returns their gradient to nobody, and nothing before them would train. Give it logits.clone(), or have "
+            "them computed at once with kernels=dict(loss=False)"
+        )
+
+
 class LazyLogits(Tensor):
     """Logits that were not computed: shape, dtype and device are known, everything else computes them."""
 
@@ -41,7 +57,7 @@ class LazyLogits(Tensor):
     gathered: SplitRows | None  # where rows are gathered; None: these are logits of the rows that the head is given
     numbers: Tensor | None  # ``... 1``: of these logits among all rows, where rows are gathered
     views: tuple[Callable[[Tensor], Tensor], ...]  # from the rows of the head's output to those of these logits, there
-    made_in: int  # number of the head's context
+    made_in: tuple[int, int]  # numbers of the head's context, see ``closed`` and ``ended`` there
     records: bool  # made with gradients enabled
     family: ViewFamily  # views of the same logits
     changes: tuple[Change, ...]  # elementwise changes of the head's output, in order
@@ -72,9 +88,12 @@ class LazyLogits(Tensor):
             requires_grad=records and (rows.requires_grad or head.trains),
         )
         made.head, made.rows, made.changes, made.finish, made._computed = head, rows, changes, (), None
-        made.made_in, made.tracked_dims = head.closed, tracked_dims
+        made.made_in, made.tracked_dims = (head.closed, head.ended), tracked_dims
         made.records, made.family = records, family or ViewFamily(rows)
         made.gathered, made.numbers, made.views = split, None if split is None else split.numbers, ()
+        with torch._C.DisableTorchFunctionSubclass():
+            if made.requires_grad:
+                made.register_hook(partial(_refuse_gradient, head.name))
         return made
 
     def values(self) -> Tensor:
@@ -128,7 +147,8 @@ class LazyLogits(Tensor):
     def _check_open(self) -> None:
         """Raise a RuntimeError if the head's context has ended, since its weights may have changed, or its input has."""
         self.family.check_rows(self.head.name)
-        if self.made_in != self.head.closed:
+        closed, ended = self.made_in
+        if closed != self.head.closed or (ended != self.head.ended and not in_backward()):
             raise RuntimeError(
                 f"logits of {self.head.name} are read after their loss was computed, and were never stored: read them where the "
                 "loss is computed (in loss_fn; in a loop of your own before engine.step()), or have them computed with "

@@ -58,7 +58,12 @@ class _OwnOperations(TorchDispatchMode):
         """Return what ``run`` computes."""
         return run()
 
-    def loss_of(self, rows: Tensor, target: Tensor, kept: int | None, run: Callable[[], Tensor]) -> Tensor:
+    def gathered_later(self, head: nn.Module, x: Tensor, numbers: Tensor, layout: tuple[Any, ...]) -> None:
+        """Note nothing: what the tracked forward noted holds."""
+
+    def loss_of(
+        self, rows: Tensor, target: Tensor, kept: int | None, run: Callable[[], Tensor], parts: Tensor | None = None
+    ) -> Tensor:
         """Return what ``run`` computes."""
         return run()
 
