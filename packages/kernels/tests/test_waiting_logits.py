@@ -244,6 +244,34 @@ def test_a_clone_of_logits_has_a_gradient_for_a_loss_with_its_own_backward() -> 
         assert torch.allclose(one, other, rtol=1e-9, atol=1e-12)
 
 
+def hooked_first(model: Model) -> Tensor:
+    logits = model(IDS)
+    logits.register_hook(lambda gradient: gradient * 2.0)
+    return loss_of(logits)
+
+
+def hooked_behind_a_view(model: Model) -> Tensor:
+    logits = model(IDS)
+    rows = logits.view(-1, WORDS)
+    logits.register_hook(lambda gradient: gradient * 2.0)
+    return F.cross_entropy(rows, IDS.flatten())
+
+
+def kept_behind_a_loss(model: Model) -> Tensor:
+    logits = model(IDS)
+    loss = loss_of(logits)
+    logits.retain_grad()
+    return loss
+
+
+def test_a_hook_of_a_gradient_is_called_or_is_an_error() -> None:
+    wanted, found = (gradients(hooked_first, waits=waits)[1] for waits in (False, True))
+    assert all(torch.allclose(one, other) for one, other in zip(wanted, found, strict=True))
+    for loss in (hooked_behind_a_view, kept_behind_a_loss):
+        with pytest.raises(RuntimeError, match="of the logits of head after a view or a loss of them was taken"):
+            gradients(loss, waits=True)
+
+
 def written_view(model: Model) -> Tensor:
     logits = model(IDS)
     logits.view(-1, WORDS)[0] = 0.0

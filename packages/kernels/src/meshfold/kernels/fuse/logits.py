@@ -64,6 +64,7 @@ class LazyLogits(Tensor):
     tracked_dims: tuple[Any, ...]  # of the head's output, for the mode that looked at its call; empty: as the rows
     waits_for_loss = True  # for modes that look at tensors: there is no memory to look at
     finish: tuple[Callable[[Tensor], Tensor], ...]  # applied after the changes, when the values are read
+    used: bool  # by a view, a cast or a loss, which does not read these values
     _computed: Tensor | None
 
     @staticmethod
@@ -89,7 +90,7 @@ class LazyLogits(Tensor):
         )
         made.head, made.rows, made.changes, made.finish, made._computed = head, rows, changes, (), None
         made.made_in, made.tracked_dims = (head.closed, head.ended), tracked_dims
-        made.records, made.family = records, family or ViewFamily(rows)
+        made.records, made.family, made.used = records, family or ViewFamily(rows), False
         made.gathered, made.numbers, made.views = split, None if split is None else split.numbers, ()
         with torch._C.DisableTorchFunctionSubclass():
             if made.requires_grad:
@@ -123,7 +124,7 @@ class LazyLogits(Tensor):
 
     def _loss(self, target: Tensor, ignore_index: int, kept: int | None, loss: Loss) -> Tensor:
         """Run a loss with the head; ``kept``: as for :meth:`Watcher.loss_of`."""
-        watched, split, numbers = watcher(), self.gathered, self.numbers
+        watched, split, numbers, self.used = watcher(), self.gathered, self.numbers, True
         self.family.check_views(self.head.name)
         self.head.meet_for_loss(target.numel())
         if split is None or numbers is None:
@@ -203,6 +204,7 @@ class LazyLogits(Tensor):
         changes: tuple[Change, ...],
         family: ViewFamily | None = None,
     ) -> LazyLogits:
+        self.used = True
         made = LazyLogits.make(
             self.head, rows, shape, dtype, changes, self.tracked_dims, self.records, family, self.gathered
         )
@@ -334,6 +336,12 @@ class LazyLogits(Tensor):
             handler = HANDLERS.get(func)
             if handler is not None and (found := handler(first, *args[1:], **given)) is not None:
                 return found
+        if isinstance(first, LazyLogits) and first.used and func in (Tensor.register_hook, Tensor.retain_grad):
+            raise RuntimeError(
+                f"{func.__name__} of the logits of {first.head.name} after a view or a loss of them was taken, which wait for "
+                "their loss and would not pass it their gradient: call it before, or have the logits computed at once with "
+                "kernels=dict(loss=False)"
+            )
         args, given = torch.utils._pytree.tree_map_only(LazyLogits, LazyLogits.values, (args, given))
         if isinstance(first, LazyLogits) and writes(func):
             first.family.keep_written(first.values())
