@@ -6,7 +6,7 @@ import gc
 import warnings
 from contextlib import nullcontext
 from typing import Any
-from weakref import ref
+from weakref import proxy, ref
 
 import pytest
 import torch
@@ -163,12 +163,14 @@ class Kept:
 @pytest.mark.parametrize("spec", ["data", "zero 3"])
 @ranks(2)
 def test_a_scale_that_a_hook_of_saved_tensors_has_copied_is_warned_of(spec: str) -> None:
-    """And the hook is not asked for it, which may give it once."""
+    """And the hook is not asked for it, which may give it once, nor a weak proxy for its class, whose object may be gone."""
+    gone = proxy(torch.nn.Identity())
     wanted = after_a_scaled_step(spec, Kept(), init_scale=8.0, said="a GradScaler has multiplied by 8, and")
     assert all(
         torch.equal(value, wanted[name]) for name, value in after_a_scaled_step(spec, None, init_scale=8.0).items()
     )
     after_a_scaled_step(spec, Kept(), init_scale=8.0, factor=4.0)  # another number is the user's own
+    del gone  # it was there until now
 
 
 def after_a_scaled_step(

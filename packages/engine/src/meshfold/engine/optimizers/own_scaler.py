@@ -81,8 +81,9 @@ def _scaler_of(scale: Tensor) -> Any:
 
 def _scaler_with(scale: Tensor) -> Any:
     """Return a scaler that scales by a number; None without one."""
-    scalers = [one for one in gc.get_objects() if isinstance(one, torch.amp.GradScaler) and one._scale is not None]
-    return next((one for one in scalers if one.get_scale() == float(scale)), None)
+    # isinstance would ask an object's own __class__: that of a weak proxy raises an error once its object is gone.
+    scalers = [one for one in gc.get_objects() if issubclass(type(one), torch.amp.GradScaler)]
+    return next((one for one in scalers if one._scale is not None and one.get_scale() == float(scale)), None)
 
 
 def _has(owner: Any, scale: Tensor) -> bool:
