@@ -47,7 +47,7 @@ TINY = dict(
     window_s=0.0,
     settle_s=0.0,
 )
-"""What ``--tiny`` sets."""
+"""Settings of ``--tiny``."""
 NOT_SETTINGS = ("out", "report", "profile", "only", "tiny", "wheels")
 
 

@@ -146,7 +146,7 @@ def test_a_step_of_scaled_gradients_is_warned_of_once(spec: str, divided: bool) 
 
 
 class Kept:
-    """What a user's hook keeps of each tensor that autograd saves; gives each once."""
+    """Hooks of a user's that keep each tensor that autograd saves, and give it once."""
 
     def __init__(self) -> None:
         self.tensors: list[Tensor] = []
