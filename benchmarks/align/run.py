@@ -38,6 +38,9 @@ BARS = read_bars("align", ("two", "shared", "grpo"))
 JUDGED = dict(prompt=512, completion=512, dtype="bfloat16")
 JUDGED_SHAPES = dict(dpo=("1.5B", "8B"), grpo=("1.5B",))
 """The work that the bars against TRL are for."""
+APART = ("ours", "ours, pushed", "ours, kept whole, pushed")
+SHARED = ("ours, shared prompts", "ours, shared prompts, pushed", "ours, shared prompts, kept whole, pushed")
+"""Ours with a row for each completion, and with shared prompts: the fastest counts, as the fastest of TRL's does."""
 HEAD = ("contestant", "s a step", "tokens/s, prompts unshared", "× the best peer's speed", "peak GiB")
 SHAPES: dict[str, dict[str, Any]] = {
     "8B": dict(
@@ -123,7 +126,7 @@ def main(argv: Sequence[str]) -> int:
         report(options.report)
         return 0
     known = CONTESTANTS[options.method]
-    names = options.only or list(known)
+    names = options.only or [name for name in known if options.ranks > 1 or "pushed" not in name]
     check_contestants(parser, names, known)
     check_out(options.out)
     kept = ["method", "shape", "ranks", "rows", "group", "prompt", "completion", "micro_steps", "dtype", "regime"]
@@ -208,10 +211,12 @@ def verdicts(
     judged = judged and work["shape"] in JUDGED_SHAPES.get(work["method"], ())
     if trl and judged and (work["method"] == "dpo" or work["group"] == 8):
         best = min(trl, key=lambda name: trl[name])
-        bars = dict(two="ours", shared="ours, shared prompts") if work["method"] == "dpo" else dict(grpo="ours")
-        for key, ours in bars.items():
-            if (mine := seconds.get(ours)) is not None:
-                yield BARS[key].line(trl[best] / mine, work["ranks"], best=best, shape=work["shape"])
+        bars = dict(two=APART, shared=SHARED) if work["method"] == "dpo" else dict(grpo=("ours",))
+        for key, names in bars.items():
+            ours = {name: spent for name in names if (spent := seconds.get(name)) is not None}
+            if ours:
+                mine = min(ours, key=lambda name: ours[name])
+                yield BARS[key].line(trl[best] / ours[mine], work["ranks"], best=best, ours=mine, shape=work["shape"])
     if work.get("method") == "ppo" and work.get("shape") == "6B":
         for name, value in seconds.items():
             if value is not None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -44,14 +45,14 @@ def random_ids(job: dict[str, Any], rows: int, tokens: int, seed: int) -> list[l
     return torch.randint(job["model"]["vocab_size"] - 1, (rows, tokens), generator=generator).tolist()
 
 
-def settings_of(job: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings of our trainers."""
+def settings_of(job: dict[str, Any], sharded: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
+    """Return the settings of our trainers; ``sharded``: more words of ``zero``, on several GPUs."""
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     parallel: dict[str, Any] = dict(data=ranks)
     if job.get("stage", 3) < 3:
         parallel["zero"] = dict(stage=job["stage"])
     elif ranks > 1 or job["regime"] != "A":
-        parallel["zero"] = dict(stage=3, placement="cuda", regime=job["regime"])
+        parallel["zero"] = dict(stage=3, placement="cuda", regime=job["regime"], **(sharded if ranks > 1 else {}))
     return dict(
         parallel=parallel,
         precision="bf16" if job["dtype"] == "bfloat16" else "fp32",
@@ -62,8 +63,21 @@ def settings_of(job: dict[str, Any]) -> dict[str, Any]:
     )
 
 
-def our_dpo(job: dict[str, Any], *, shared: bool, masked: bool = False) -> Step:
-    """Return a step of our DPO; scoring by the reference is in it. ``masked``: completions are kept apart by a mask."""
+PUSHED: Mapping[str, Any] = MappingProxyType(dict(transport="push"))
+KEPT_WHOLE: Mapping[str, Any] = MappingProxyType(dict(transport="push", reshard_after_forward=False))
+
+
+def our_dpo(
+    job: dict[str, Any], *, shared: bool, masked: bool = False, sharded: Mapping[str, Any] = MappingProxyType({})
+) -> Step:
+    """Return a step of our DPO; scoring by the reference is in it.
+
+    Args:
+        job: of the contestant.
+        shared: a pair shares its prompt.
+        masked: completions are kept apart by a mask.
+        sharded: more words of ``zero``.
+    """
     from meshfold.align import DPO, Completion, Preference
 
     def whole(prompt: list[int], rest: list[int]) -> Completion:
@@ -79,7 +93,7 @@ def our_dpo(job: dict[str, Any], *, shared: bool, masked: bool = False) -> Step:
     model: Any = model_of(job)
     if masked:  # as a model is whose attention is not in transformers' registry
         model._supports_attention_backend = False
-    trainer = DPO(model, pairs, batch_size=rows, shared_prompt=shared, **settings_of(job))
+    trainer = DPO(model, pairs, batch_size=rows, shared_prompt=shared, **settings_of(job, sharded))
     job["said"] = lambda: dict(shared=str(trainer.shared_prompt))
     return stepped(trainer)
 
@@ -180,7 +194,11 @@ CONTESTANTS: dict[str, dict[str, Callable[[dict[str, Any]], Step]]] = {
     "dpo": {
         "ours, shared prompts": partial(our_dpo, shared=True),
         "ours, shared prompts, by a mask": partial(our_dpo, shared=True, masked=True),
+        "ours, shared prompts, pushed": partial(our_dpo, shared=True, sharded=PUSHED),
+        "ours, shared prompts, kept whole, pushed": partial(our_dpo, shared=True, sharded=KEPT_WHOLE),
         "ours": partial(our_dpo, shared=False),
+        "ours, pushed": partial(our_dpo, shared=False, sharded=PUSHED),
+        "ours, kept whole, pushed": partial(our_dpo, shared=False, sharded=KEPT_WHOLE),
         "by hand": lambda job: dpo_by_hand(job, model_of, random_ids),
         "TRL": lambda job: trl_trainers.dpo(job, model_of, random_ids),
         "TRL, DeepSpeed ZeRO 2": lambda job: trl_trainers.dpo(job, model_of, random_ids, zero=2),
