@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from meshfold.mesh import Mesh
 from meshfold.zero_gemini.chunks.layout import SLOT_ALIGN_ELEMS, Item, lay_out
+from meshfold.zero_gemini.chunks.parameter_table import Member, lay_out_members
 from meshfold.zero_gemini.errors import ChunkLayoutError
 
 items_of_any_size = st.lists(
@@ -170,3 +173,29 @@ def test_questions_about_what_is_not_there():
         layout.shard_slices(-1, 0)
     with pytest.raises(ChunkLayoutError, match="no rank 2: chunks have 2 shards"):
         layout.shard_slices(0, 2)
+
+
+def test_a_group_may_have_larger_chunks() -> None:
+    items = [Item(f"{group}{i}", 300, group) for i in range(4) for group in "ab"]
+    layout = lay_out(items, 600, 2, larger={"b": 1200}, align_elems=4, slot_align_elems=4)
+    assert [(chunk.group, len(chunk.slots)) for chunk in layout.chunks] == [("a", 2), ("b", 4), ("a", 2)]
+    with pytest.raises(ChunkLayoutError, match="at least 1 element"):
+        lay_out(items, 600, 2, larger={"b": 0})
+
+
+def test_units_larger_than_a_chunk_have_few_chunks_of_their_own() -> None:
+    million = 2**20
+    sizes = {"embed": 8, **{f"block{b}.{p}": 17 for b, parts in enumerate((6, 6, 16)) for p in range(parts)}, "head": 1}
+    members = {name: Member(numel=n * million, kind="bf16", sum_axes=("data",)) for name, n in sizes.items()}
+    unit_of = {name: name.split(".")[0] for name in sizes}
+
+    def units(ranks: int, **given: Any) -> list[set[str]]:
+        mesh = Mesh(dict(data=ranks), rank=0)
+        [(_, layout)] = lay_out_members(members, mesh, slot_align_elems=64, **given)
+        return [{unit_of[name] for name in chunk.names} for chunk in layout.chunks]
+
+    found = units(2, unit_of=unit_of)
+    assert found == [{"embed", "head"}, {"block0"}, {"block1"}, {"block2"}, {"block2"}]  # 102 and 272 million elements
+    assert len(units(2)) > len(found)
+    assert units(1, unit_of=unit_of) == units(1)
+    assert units(2, unit_of=unit_of, chunk_elems=40 * million) == units(2, chunk_elems=40 * million)

@@ -90,6 +90,7 @@ def estimate_zero(
             dtype=precision.dtype,
             other_dtypes=other_dtypes(engine.model, precision),
             slot_align_elems=slot_alignment(spec.regime),
+            stays=spec.placement == "cuda",
             in_fp8=fp8_gathered(engine.model, precision.fp8, spec, settings.fp8_gather) if ranks > 1 else {},
             pushed=pushed_on(machine, world.mesh, spec.transport),
         ),
@@ -392,6 +393,7 @@ def stage_problem(
         dtype=precision.dtype,
         other_dtypes=other_dtypes(model, precision),
         slot_align_elems=slot_alignment(spec.regime),
+        stays=spec.placement == "cuda",
         in_fp8=in_fp8,
         pushed=pushed_on(machine, world.mesh, spec.transport),
     )

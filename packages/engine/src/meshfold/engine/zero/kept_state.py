@@ -37,4 +37,5 @@ def kept_state(trial: Trial, model: nn.Module, world: World, precision: Precisio
         master_dtype=precision.master_dtype,
         other_dtypes=other_dtypes(model, precision),
         slot_align_elems=slot_alignment(spec.regime),
+        stays=spec.placement == "cuda",
     )

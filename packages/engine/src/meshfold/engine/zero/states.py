@@ -135,6 +135,7 @@ class ZeroStates:
                 regime=spec.regime,
                 seed=seed,
                 values=values,
+                stays=spec.placement == "cuda",
                 apart=(PIPE,) if world.pipelined else (),
                 transport=spec.transport,
                 fp8_weights=fp8_weights,

@@ -11,8 +11,9 @@ gathered together::
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import NamedTuple
 
 from meshfold.mesh import did_you_mean
@@ -109,7 +110,8 @@ class ChunkLayout:
 
     Attributes:
         chunks: the chunks; ``chunks[i].index == i``.
-        chunk_elems: size of a full chunk: the requested one, rounded up; a chunk of a single larger parameter exceeds it.
+        chunk_elems: size of a full chunk: the requested one, rounded up; a chunk of a single larger parameter exceeds it, and those
+            of groups that were given a size of their own.
         shards: ranks that share each chunk.
         align_elems: every shard's size is a multiple of this.
     """
@@ -261,6 +263,7 @@ def lay_out(
     chunk_elems: int,
     shards: int,
     *,
+    larger: Mapping[Hashable, int] = MappingProxyType({}),
     align_elems: int = SHARD_ALIGN_ELEMS,
     slot_align_elems: int = SLOT_ALIGN_ELEMS,
 ) -> ChunkLayout:
@@ -274,6 +277,7 @@ def lay_out(
         items: parameters in their order of use, tied ones once.
         chunk_elems: elements of a full chunk; rounded up to a multiple of ``shards × align_elems``.
         shards: ranks that share each chunk.
+        larger: elements of a full chunk of some groups, in place of ``chunk_elems``.
         align_elems: each shard's size is a multiple of this many elements.
         slot_align_elems: each parameter starts at a multiple of this many elements of its chunk.
 
@@ -283,16 +287,18 @@ def lay_out(
     items = list(items)
     check_units(shards, align_elems, slot_align_elems)
     check_items(items)
-    if chunk_elems <= 0:
-        raise ChunkLayoutError(f"chunk_elems is {chunk_elems}: a chunk must have at least 1 element")
+    for elems in (chunk_elems, *larger.values()):
+        if elems <= 0:
+            raise ChunkLayoutError(f"chunk_elems is {elems}: a chunk must have at least 1 element")
     unit = shards * align_elems
-    full = round_up(chunk_elems, unit)
+    usual = round_up(chunk_elems, unit)
 
     opened: list[_Open] = []
     current: dict[Hashable, _Open] = {}
     for item in items:
         # `full` is a multiple of the slot alignment, so a padded item fits if and only if the item does
         padded = round_up(item.numel, slot_align_elems)
+        full = round_up(larger[item.group], unit) if item.group in larger else usual
         if padded > full:
             chunk = _Open(item.group, size_elems=round_up(item.numel, unit))
             opened.append(chunk)
@@ -312,7 +318,7 @@ def lay_out(
         ChunkSpec(index, chunk.group, chunk.size_elems, chunk.size_elems // shards, tuple(chunk.slots))
         for index, chunk in enumerate(opened)
     )
-    return ChunkLayout(chunks, full, shards, align_elems)
+    return ChunkLayout(chunks, usual, shards, align_elems)
 
 
 @dataclass(slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 import torch
@@ -13,7 +13,7 @@ from meshfold.kernels import Fp8Weight
 from meshfold.mesh import Mesh, ParameterMeta
 from meshfold.mesh.parameters import metadata_on
 from meshfold.zero_gemini.chunks.chunk_size import MIN_CHUNK_ELEMS, search_chunk_size
-from meshfold.zero_gemini.chunks.layout import ChunkLayout, Item, lay_out
+from meshfold.zero_gemini.chunks.layout import ChunkLayout, Item, lay_out, round_up
 from meshfold.zero_gemini.norm import holders_of
 
 
@@ -79,6 +79,8 @@ PARTS = 16
 """Chunks that even a small model has, about, so that some of them can be off the device."""
 LEAST_ELEMS = 2**16
 """Chunks of fewer elements are not worth a collective."""
+MOST_OF_UNIT_ELEMS = 192 * 2**20
+"""Elements of a chunk of one unit at most: 768 MiB of gradients in float32, which wait for the last of them."""
 
 
 def slot_alignment(regime: str) -> int:
@@ -99,15 +101,24 @@ class Member:
 
 
 def lay_out_members(
-    members: Mapping[str, Member], mesh: Mesh, *, slot_align_elems: int, chunk_elems: int | None = None
+    members: Mapping[str, Member],
+    mesh: Mesh,
+    *,
+    slot_align_elems: int,
+    chunk_elems: int | None = None,
+    unit_of: Mapping[str, str] = MappingProxyType({}),
 ) -> list[tuple[tuple[str, ...], ChunkLayout]]:
     """Return the chunks of every set of axes that gradients are summed over, in order of registration.
+
+    Chunks that never move need not be small. With ``unit_of``, a unit that is larger than a chunk has chunks of its own: one, or as
+    few as ``MOST_OF_UNIT_ELEMS`` allows. A block then needs one collective where it needed one for each 16 to 64 million elements.
 
     Args:
         members: parameters by name, in order of registration, tied ones once.
         mesh: says how many ranks share a chunk.
         slot_align_elems: each parameter begins at a multiple of this.
         chunk_elems: size of a chunk in elements; None searches for the least waste.
+        unit_of: the unit of each parameter, by name, where all chunks stay on the device.
     """
     found = []
     for axes in dict.fromkeys(member.sum_axes for member in members.values()):
@@ -118,8 +129,26 @@ def lay_out_members(
             if member.sum_axes == axes and member.numel
         ]
         size = chunk_elems or _size(items, ranks)
-        found.append((axes, lay_out(items, size, ranks, slot_align_elems=slot_align_elems)))
+        larger = {} if chunk_elems or ranks == 1 else _larger(items, unit_of, size, slot_align_elems)
+        items = [replace(item, group=own) if (own := _own_group(item, unit_of)) in larger else item for item in items]
+        found.append((axes, lay_out(items, size, ranks, larger=larger, slot_align_elems=slot_align_elems)))
     return found
+
+
+def _own_group(item: Item, unit_of: Mapping[str, str]) -> Hashable:
+    """Return the group of a parameter that lies with those of its unit alone."""
+    return (item.group, unit_of.get(item.name, ""))
+
+
+def _larger(items: Sequence[Item], unit_of: Mapping[str, str], size: int, slot_align_elems: int) -> dict[Hashable, int]:
+    """Return the elements of a chunk of each unit that is larger than ``size``, by group."""
+    units: dict[Hashable, int] = {}
+    for item in items:
+        if item.name in unit_of:
+            group = _own_group(item, unit_of)
+            units[group] = units.get(group, 0) + round_up(item.numel, slot_align_elems)
+    most = max(size, MOST_OF_UNIT_ELEMS)
+    return {group: min(elems, most) for group, elems in units.items() if elems > size}
 
 
 def _size(items: Sequence[Item], ranks: int) -> int:

@@ -13,6 +13,7 @@ from meshfold.mesh.parameters import OptimizerProbeError, state_bytes
 from meshfold.zero_gemini.chunks.parameter_table import lay_out_members, members_of, parameter_facts
 from meshfold.zero_gemini.optimizer.dispatch import StateSize
 from meshfold.zero_gemini.optimizer.parameter_owners import Owners
+from meshfold.zero_gemini.runtime.units import find_units, unit_of_each
 
 
 def owned_state_size(
@@ -25,6 +26,7 @@ def owned_state_size(
     master_dtype: torch.dtype,
     other_dtypes: Mapping[Tensor, torch.dtype] = MappingProxyType({}),
     slot_align_elems: int = 64,
+    stays: bool = False,
 ) -> StateSize:
     """Return the size of the state of the rank that owns most: its master weights, and what the optimizer keeps for them.
 
@@ -38,7 +40,7 @@ def owned_state_size(
         dtype: that the model computes in.
         master_dtype: of the master weights.
         other_dtypes: parameters that the model has in another dtype.
-        slot_align_elems: as for :func:`~meshfold.zero_gemini.profiler.chunk_uses`.
+        slot_align_elems, stays: as for :func:`~meshfold.zero_gemini.profiler.chunk_uses`.
     """
     facts = parameter_facts(model, mesh, dtype, other_dtypes)
     whole = {stand_ins[one.parameter]: one.meta.placement.shape for one in facts.values() if one.parameter in stand_ins}
@@ -47,7 +49,9 @@ def owned_state_size(
     except OptimizerProbeError:
         return StateSize(ours=False)
     held = elements = 0
-    for axes, layout in lay_out_members(members_of(facts), mesh, slot_align_elems=slot_align_elems):
+    names = {one.parameter: name for name, one in facts.items()}
+    unit_of = unit_of_each(find_units(model), names) if stays else {}
+    for axes, layout in lay_out_members(members_of(facts), mesh, slot_align_elems=slot_align_elems, unit_of=unit_of):
         owners, ranks = Owners(), tuple(range(mesh.size(*axes)))
         owned = [0] * len(ranks)
         for chunk in layout.chunks:

@@ -27,7 +27,7 @@ from meshfold.zero_gemini.planner.regimes import Regime
 from meshfold.zero_gemini.planner.workload import ChunkCost, Layer, Workload
 from meshfold.zero_gemini.prefetch import light_ones
 from meshfold.zero_gemini.profiler.trace import Trace, TracedLayer, TracedTimestep
-from meshfold.zero_gemini.runtime.units import Unit, find_units
+from meshfold.zero_gemini.runtime.units import Unit, find_units, unit_of_each
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -393,6 +393,7 @@ def chunk_uses(
     dtype: torch.dtype | None,
     other_dtypes: Mapping[Tensor, torch.dtype] = MappingProxyType({}),
     slot_align_elems: int = 64,
+    stays: bool = False,
     in_fp8: Mapping[Tensor, Fp8Weight] = MappingProxyType({}),
     pushed: Callable[[tuple[str, ...], int], bool] = lambda axes, block_bytes: False,
 ) -> list[ChunkUse]:
@@ -404,15 +405,18 @@ def chunk_uses(
         dtype: in which it computes; None keeps each parameter's.
         other_dtypes: parameters that it has in another dtype.
         slot_align_elems: 256 under regime C.
+        stays: chunks never leave the device.
         in_fp8: parameters that are gathered in fp8, with what multiplies them.
         pushed: tells whether copy engines carry a chunk from the axes that share it and the bytes of a shard.
     """
     facts = parameter_facts(model, mesh, dtype, other_dtypes, in_fp8)
-    laid = lay_out_members(members_of(facts), mesh, slot_align_elems=slot_align_elems)
+    units = find_units(model)
+    unit_of = unit_of_each(units, {one.parameter: name for name, one in facts.items()}) if stays else {}
+    laid = lay_out_members(members_of(facts), mesh, slot_align_elems=slot_align_elems, unit_of=unit_of)
     chunks = []
     for axes, layout in laid:
         for chunk in layout.chunks:
             kind = facts[chunk.names[0]].kind
             pushes = mesh.size(*axes) > 1 and pushed(axes, chunk.shard_elems * kind.dtype.itemsize)
             chunks.append(Named(chunk.names[0], chunk, kind.trained, ",".join(mesh.spanned(*axes)) if pushes else ""))
-    return uses_of(chunks, find_units(model), facts)
+    return uses_of(chunks, units, facts)

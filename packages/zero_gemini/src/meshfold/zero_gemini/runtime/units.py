@@ -7,7 +7,7 @@ before its forward and before its backward.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -42,6 +42,15 @@ def find_units(model: nn.Module) -> list[Unit]:
     units: list[Unit] = []
     _collect("", model, units)
     return units
+
+
+def unit_of_each(units: Iterable[Unit], names: Mapping[Tensor, str]) -> dict[str, str]:
+    """Return the name of the first unit that needs each parameter, by the parameter's name."""
+    found: dict[str, str] = {}
+    for unit in units:
+        for parameter in unit.parameters:
+            found.setdefault(names[parameter], unit.name)
+    return found
 
 
 def _collect(name: str, module: nn.Module, units: list[Unit], *, of_blocks: bool = False) -> None:

@@ -54,12 +54,16 @@ def take_parameters(
 
 
 def lay_out_parameters(
-    facts: Mapping[str, ParameterFacts], mesh: Mesh, *, chunk_elems: int | None, slot_align_elems: int
+    facts: Mapping[str, ParameterFacts], mesh: Mesh, **sizes: Any
 ) -> Iterator[tuple[Group, Sequence[ChunkSpec], list[list[ShardSlice]]]]:
-    """Yield the group, the chunks and this rank's slices of each, for every set of axes that gradients are summed over."""
-    for axes, layout in lay_out_members(
-        members_of(facts), mesh, slot_align_elems=slot_align_elems, chunk_elems=chunk_elems
-    ):
+    """Yield the group, the chunks and this rank's slices of each, for every set of axes that gradients are summed over.
+
+    Args:
+        facts: the parameters.
+        mesh: the ranks.
+        sizes: of chunks, as for :func:`meshfold.zero_gemini.chunks.parameter_table.lay_out_members`.
+    """
+    for axes, layout in lay_out_members(members_of(facts), mesh, **sizes):
         group = mesh.group(*axes)
         yield group, layout.chunks, [layout.shard_slices(chunk, group.index) for chunk in layout.chunks]
 

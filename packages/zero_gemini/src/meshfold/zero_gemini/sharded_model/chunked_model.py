@@ -32,7 +32,7 @@ from meshfold.zero_gemini.optimizer.speculative_steps import SpeculativeSteps
 from meshfold.zero_gemini.profiler.workload import ChunkUse, Named, light_units, uses_of
 from meshfold.zero_gemini.runtime.module_hooks import Runtime
 from meshfold.zero_gemini.runtime.open_calls import OpenCalls
-from meshfold.zero_gemini.runtime.units import Unit, find_units
+from meshfold.zero_gemini.runtime.units import Unit, find_units, unit_of_each
 from meshfold.zero_gemini.sharded_init import sharded_values
 from meshfold.zero_gemini.sharded_model.build import (
     MakeOptimizer,
@@ -71,6 +71,7 @@ class ChunkedModel(ParameterValues):
         seed: int = 0,
         values: Callable[[str, nn.Parameter, torch.dtype], Tensor] | None = None,
         chunk_elems: int | None = None,
+        stays: bool = False,
         prefetch: int = 1,
         apart: Sequence[str] = (),
         transport: str = "nccl",
@@ -95,6 +96,7 @@ class ChunkedModel(ParameterValues):
         values: the first values of a meta parameter: this rank's block over the tensor axes, by name, in its dtype. None:
             as :class:`meshfold.zero_gemini.ShardedInit` has noted them.
         chunk_elems: size of a chunk in elements; None searches for the least waste.
+        stays: chunks never leave the device: units that are larger than a chunk have few, large ones of their own.
         prefetch: units gathered ahead of the one that runs.
         apart: axes whose ranks have different parameters (such as pipeline stages). Axes that a parameter names by itself count
             too, but a stage may have no parameters, and its ranks must know the same.
@@ -139,7 +141,11 @@ class ChunkedModel(ParameterValues):
         self._residents = Residents(memory, self._faults, self._stepper, self._gradients, stage=stage)
 
         laid_out = lay_out_parameters(
-            self._facts, mesh, chunk_elems=chunk_elems, slot_align_elems=slot_alignment(regime)
+            self._facts,
+            mesh,
+            chunk_elems=chunk_elems,
+            slot_align_elems=slot_alignment(regime),
+            unit_of=unit_of_each(find_units(model), self._names) if stays else {},
         )
         try:
             self._make_chunks(laid_out, placements, first, values, settled)
