@@ -49,7 +49,7 @@ def owned_state_size(
     except OptimizerProbeError:
         return StateSize(ours=False)
     held = elements = 0
-    names = {one.parameter: name for name, one in facts.items()}
+    names: dict[Tensor, str] = {one.parameter: name for name, one in facts.items()}
     unit_of = unit_of_each(find_units(model), names) if stays else {}
     for axes, layout in lay_out_members(members_of(facts), mesh, slot_align_elems=slot_align_elems, unit_of=unit_of):
         owners, ranks = Owners(), tuple(range(mesh.size(*axes)))
