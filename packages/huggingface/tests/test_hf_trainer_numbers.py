@@ -139,13 +139,13 @@ SPECS: dict[str, tuple[int, int, dict[str, Any]]] = {
 @pytest.mark.parametrize(
     ("spec", "kind", "steps"),
     [
+        ("zero 3", "gpt2", 2),
         ("one", "gpt2", 1),
         ("one", "gpt2", 2),
         ("one", "llama", 2),
         ("data", "gpt2", 2),
         ("tensor", "gpt2", 1),
         ("pipeline", "llama", 2),
-        ("zero 3", "gpt2", 2),
     ],
 )
 def test_losses_and_metrics_are_the_trainers(spec: str, kind: str, steps: int, tmp_path: Path) -> None:

@@ -86,6 +86,9 @@ class EngineTrainer(Trainer):  # type: ignore[misc]  # transformers is not typed
         for group in engine.optimizer.param_groups:
             group.update(rates)
 
+    def _move_model_to_device(self, model: Any, device: Any) -> None:
+        """Leave the model where the engine has put it: under zero stage 3 its parameters are not there between steps."""
+
     def _check_precision(self) -> None:
         """Check that the engine has the precision that the arguments ask for."""
         here = self.engine.precision.name
