@@ -6,6 +6,7 @@ import importlib.util
 import json
 import math
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -62,19 +63,34 @@ def test_steps_are_timed_once_a_memory_plan_has_come_to_rest(tmp_path: Path) -> 
 
 
 def test_long_steps_are_written_as_they_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two are warm-up, however many are asked for; one that is stopped leaves those before it."""
+    """Three are warm-up, however many are asked for; one that is stopped leaves those before it."""
     monkeypatch.setattr(timed_training, "LONG_S", 0.0)
     out, kept = tmp_path / "found.json", []
 
     def step() -> Tensor:
         kept.append(len(json.loads(out.read_text())["seconds"]) if out.exists() else 0)
-        if len(kept) == 5:
+        if len(kept) == 6:
             raise KeyboardInterrupt
         return torch.tensor(1.0)
 
     with pytest.raises(KeyboardInterrupt):
         train(dict(steps=9, warm_up=6, settle_s=100.0, profile=False, out=str(out)), lambda job: step)
-    assert kept == [0, 0, 0, 1, 2] and len(json.loads(out.read_text())["seconds"]) == 2
+    assert kept == [0, 0, 0, 0, 1, 2] and len(json.loads(out.read_text())["seconds"]) == 2
+
+
+def test_a_second_step_that_compiles_is_not_a_long_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Flux on two GPUs had no warm-up for it: its first forward runs uncompiled, so the second step took 30 s."""
+    monkeypatch.setattr(timed_training, "LONG_S", 0.05)
+    taken: list[int] = []
+
+    def step() -> Tensor:
+        taken.append(1)
+        time.sleep(0.1 if len(taken) == 2 else 0.0)
+        return torch.tensor(1.0)
+
+    out = tmp_path / "found.json"
+    train(dict(steps=2, warm_up=6, settle_s=0.0, profile=False, out=str(out)), lambda job: step)
+    assert len(taken) >= 6 + 2 and len(json.loads(out.read_text())["seconds"]) == 2
 
 
 def test_without_warm_up_the_first_step_counts(tmp_path: Path) -> None:
