@@ -20,8 +20,8 @@ from meshfold.align.rows import model_inputs
 from meshfold.engine import Engine
 from meshfold.mesh import SpecError
 
-_SCORING = ("kernels", "seed", "precision", "device", "rules")
-"""Settings of a policy's engine that its copy has too."""
+_SCORING = ("kernels", "compile", "seed", "precision", "device", "rules")
+"""Settings of a policy's engine that its copy has too: equal weights then have equal log-probabilities."""
 
 
 class Reference(Protocol):
