@@ -245,7 +245,9 @@ def test_stages_go_in_any_order_with_and_without_a_fit(parallel: dict[str, Any],
     assert after < between
     predicted = again.predict(module, data)
     copied = copy.deepcopy(module)
-    assert [*copied.state_dict()] == [*module.state_dict()]
+    # Not state_dict(): under stage 3 it is an error, which says to ask the strategy for whole weights.
+    assert [name for name, _ in copied.named_parameters()] == [name for name, _ in module.named_parameters()]
+    assert [name for name, _ in copied.named_buffers()] == [name for name, _ in module.named_buffers()]
     assert sum(map(len, predicted)) == 24 * Characters.length // again.strategy.world.row_size
     again.strategy.close()
 
