@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that this fil
 
 from benchmarks.align import trl_trainers
 from benchmarks.align.peers import dpo_by_hand, grpo_by_hand
+from benchmarks.peers.absent import AbsentError
 
 Step = Callable[[], Tensor]
 
@@ -46,13 +47,23 @@ def random_ids(job: dict[str, Any], rows: int, tokens: int, seed: int) -> list[l
 
 
 def settings_of(job: dict[str, Any], sharded: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
-    """Return the settings of our trainers; ``sharded``: more words of ``zero``, on several GPUs."""
+    """Return the settings of our trainers.
+
+    Args:
+        job: of the contestant.
+        sharded: more words of ``zero``.
+
+    Raises:
+        AbsentError: for such words without stage 3 on several GPUs.
+    """
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    if sharded and (ranks == 1 or job.get("stage", 3) < 3):
+        raise AbsentError("pushes and parameters that are kept whole need stage 3 on several GPUs")
     parallel: dict[str, Any] = dict(data=ranks)
     if job.get("stage", 3) < 3:
         parallel["zero"] = dict(stage=job["stage"])
     elif ranks > 1 or job["regime"] != "A":
-        parallel["zero"] = dict(stage=3, placement="cuda", regime=job["regime"], **(sharded if ranks > 1 else {}))
+        parallel["zero"] = dict(stage=3, placement="cuda", regime=job["regime"], **sharded)
     return dict(
         parallel=parallel,
         precision="bf16" if job["dtype"] == "bfloat16" else "fp32",
