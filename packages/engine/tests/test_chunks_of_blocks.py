@@ -51,9 +51,9 @@ def on_rank(stage: int, more: dict[str, Any]) -> tuple[list[float], dict[str, Te
 def test_it_trains_as_one_process_with_a_gather_for_each_block_and_pass() -> None:
     losses, weights, _ = trained(dict(data=1), 0, 1)
     # Blocks, and one chunk of the two layers around them. It is gathered again for the last; stage 2 gathers once a step.
-    wanted = BLOCKS + 2 + BLOCKS + 1, BLOCKS + 2, None
     kept_whole: dict[str, Any] = dict(reshard_after_forward=False)
-    for (stage, more), gathers in zip(((3, {}), (3, kept_whole), (2, {})), wanted, strict=True):
+    cases = [(3, {}, BLOCKS + 2 + BLOCKS + 1), (3, kept_whole, BLOCKS + 2), (2, {}, None)]
+    for stage, more, gathers in cases:
         found = run_on_ranks(2, on_rank, stage, more)
         for step, loss in enumerate(losses):
             assert abs(sum(each[0][step] for each in found) / 2 - loss) < 1e-12

@@ -13,7 +13,7 @@ from meshfold.mesh.parameters import OptimizerProbeError, state_bytes
 from meshfold.zero_gemini.chunks.parameter_table import lay_out_members, members_of, parameter_facts
 from meshfold.zero_gemini.optimizer.dispatch import StateSize
 from meshfold.zero_gemini.optimizer.parameter_owners import Owners
-from meshfold.zero_gemini.runtime.units import find_units, unit_of_each
+from meshfold.zero_gemini.runtime.units import unit_of_each
 
 
 def owned_state_size(
@@ -49,8 +49,7 @@ def owned_state_size(
     except OptimizerProbeError:
         return StateSize(ours=False)
     held = elements = 0
-    names: dict[Tensor, str] = {one.parameter: name for name, one in facts.items()}
-    unit_of = unit_of_each(find_units(model), names) if stays else {}
+    unit_of = unit_of_each(model) if stays else {}
     for axes, layout in lay_out_members(members_of(facts), mesh, slot_align_elems=slot_align_elems, unit_of=unit_of):
         owners, ranks = Owners(), tuple(range(mesh.size(*axes)))
         owned = [0] * len(ranks)

@@ -410,8 +410,7 @@ def chunk_uses(
         pushed: tells whether copy engines carry a chunk from the axes that share it and the bytes of a shard.
     """
     facts = parameter_facts(model, mesh, dtype, other_dtypes, in_fp8)
-    units = find_units(model)
-    unit_of = unit_of_each(units, {one.parameter: name for name, one in facts.items()}) if stays else {}
+    unit_of = unit_of_each(model) if stays else {}
     laid = lay_out_members(members_of(facts), mesh, slot_align_elems=slot_align_elems, unit_of=unit_of)
     chunks = []
     for axes, layout in laid:
@@ -419,4 +418,4 @@ def chunk_uses(
             kind = facts[chunk.names[0]].kind
             pushes = mesh.size(*axes) > 1 and pushed(axes, chunk.shard_elems * kind.dtype.itemsize)
             chunks.append(Named(chunk.names[0], chunk, kind.trained, ",".join(mesh.spanned(*axes)) if pushes else ""))
-    return uses_of(chunks, units, facts)
+    return uses_of(chunks, find_units(model), facts)

@@ -7,7 +7,7 @@ before its forward and before its backward.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -44,10 +44,11 @@ def find_units(model: nn.Module) -> list[Unit]:
     return units
 
 
-def unit_of_each(units: Iterable[Unit], names: Mapping[Tensor, str]) -> dict[str, str]:
-    """Return the name of the first unit that needs each parameter, by the parameter's name."""
+def unit_of_each(model: nn.Module) -> dict[str, str]:
+    """Return the name of the first unit that needs each parameter of a model, by the parameter's name."""
+    names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     found: dict[str, str] = {}
-    for unit in units:
+    for unit in find_units(model):
         for parameter in unit.parameters:
             found.setdefault(names[parameter], unit.name)
     return found

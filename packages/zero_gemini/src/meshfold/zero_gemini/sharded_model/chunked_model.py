@@ -145,7 +145,7 @@ class ChunkedModel(ParameterValues):
             mesh,
             chunk_elems=chunk_elems,
             slot_align_elems=slot_alignment(regime),
-            unit_of=unit_of_each(find_units(model), self._names) if stays else {},
+            unit_of=unit_of_each(model) if stays else {},
         )
         try:
             self._make_chunks(laid_out, placements, first, values, settled)
