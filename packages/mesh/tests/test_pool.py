@@ -167,6 +167,24 @@ def test_every_call_begins_alike() -> None:
     assert first == second and first[0] == first[1]
 
 
+def read_switch(monkeypatch: pytest.MonkeyPatch | None = None, *, fails: bool = False) -> str | None:
+    if monkeypatch is not None:
+        monkeypatch.setenv("MESHFOLD_TEST_SWITCH", "on")
+    if fails:
+        raise ValueError("after the patch")
+    return os.environ.get("MESHFOLD_TEST_SWITCH")
+
+
+def test_what_a_test_patches_on_ranks_is_undone() -> None:
+    """It stayed for all tests that came after on the same ranks: chunks of 2,048 elements made a plan's bytes look wrong."""
+    patch = pytest.MonkeyPatch()
+    assert run_on_ranks(2, read_switch, patch) == ["on", "on"]
+    assert run_on_ranks(2, read_switch) == [None, None]
+    with pytest.raises(RankFailure, match="after the patch"):
+        run_on_ranks(2, read_switch, patch, fails=True)
+    assert run_on_ranks(2, read_switch) == [None, None]
+
+
 def test_a_backward_in_the_test_process_does_not_matter() -> None:
     expected = backward()  # starts threads here; a fork of this process would hang
     run_on_ranks(2, who)

@@ -14,7 +14,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -150,7 +150,8 @@ def _answer(call: Call) -> Answer:
             function = _find(call)
             arguments, keywords = pickle.loads(call.arguments)
             _reset()
-            value = function(*arguments, **keywords)
+            with _patches_undone((*arguments, *keywords.values())):
+                value = function(*arguments, **keywords)
             sys.stdout.flush()
         return Answer(kind="value", payload=pickle.dumps(value))
     except BaseException as error:
@@ -213,6 +214,17 @@ def _surroundings(call: Call) -> Iterator[None]:
         yield
     finally:
         sys.path[:] = call.search_path
+
+
+@contextmanager
+def _patches_undone(arguments: Iterable[Any]) -> Iterator[None]:
+    """Context manager: undo what ``monkeypatch`` has patched on this rank; pytest undoes it in the test process alone."""
+    try:
+        yield
+    finally:
+        for one in arguments:
+            if type(one).__name__ == "MonkeyPatch":
+                one.undo()
 
 
 def _reset() -> None:
