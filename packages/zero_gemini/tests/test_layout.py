@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshfold.mesh import Mesh
+from meshfold.zero_gemini.chunks.chunk_size import even_chunk_size
 from meshfold.zero_gemini.chunks.layout import SLOT_ALIGN_ELEMS, Item, lay_out
 from meshfold.zero_gemini.chunks.parameter_table import Member, lay_out_members
 from meshfold.zero_gemini.errors import ChunkLayoutError
@@ -181,6 +182,41 @@ def test_a_group_may_have_larger_chunks() -> None:
     assert [(chunk.group, len(chunk.slots)) for chunk in layout.chunks] == [("a", 2), ("b", 4), ("a", 2)]
     with pytest.raises(ChunkLayoutError, match="at least 1 element"):
         lay_out(items, 600, 2, larger={"b": 0})
+
+
+def test_larger_chunks_have_no_padding() -> None:
+    items = [Item(f"{i}", numel, "b") for i, numel in enumerate((300, 300, 500, 100))]
+    layout = lay_out(items, 64, 2, larger={"b": 1000}, align_elems=4, slot_align_elems=4)
+    assert [chunk.size_elems for chunk in layout.chunks] == [600, 600]
+
+
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=12), st.integers(1, 60))
+def test_even_chunks_are_as_few_and_as_small_as_can_be(numels: list[int], most: int) -> None:
+    size = even_chunk_size(numels, most)
+
+    def chunks(full: int) -> list[int]:
+        own = [numel for numel in numels if numel > most]
+        items = [Item(f"{i}", numel, "x") for i, numel in enumerate(numels) if numel <= most]
+        layout = lay_out(items, full, 1, align_elems=1, slot_align_elems=1) if items else None
+        return [*own, *(chunk.used_elems for chunk in (layout.chunks if layout else ()))]
+
+    assert size <= most
+    assert len(chunks(size)) == len(chunks(most))
+    assert not [less for less in range(1, size) if max(numels) <= less and len(chunks(less)) == len(chunks(most))]
+
+
+def test_a_llama_block_has_two_even_chunks_and_no_padding() -> None:
+    hidden, inner = 4096, 14336
+    sizes = dict(q=hidden, k=1024, v=1024, o=hidden, gate=inner, up=inner, down=inner)
+    members = {
+        f"{block}.{name}": Member(numel=hidden * n, kind="bf16", sum_axes=("data",))
+        for block in range(3)
+        for name, n in sizes.items()
+    }
+    unit_of = {name: name.split(".")[0] for name in members}
+    [(_, layout)] = lay_out_members(members, Mesh(dict(data=2), rank=0), slot_align_elems=64, unit_of=unit_of)
+    assert [chunk.size_elems // 2**20 for chunk in layout.chunks] == [96, 112] * 3
+    assert layout.waste_elems == 0
 
 
 def test_units_larger_than_a_chunk_have_few_chunks_of_their_own() -> None:

@@ -6,6 +6,7 @@ every candidate, without building a layout.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -142,3 +143,27 @@ def _size(padded: Sequence[int], full: int, unit: int) -> int:
                 size += full
                 end = numel
     return size + -(-end // unit) * unit
+
+
+def even_chunk_size(numels: Sequence[int], most: int) -> int:
+    """Return the least size with which items in order fill as few chunks as with chunks of ``most`` elements: even ones.
+
+    Args:
+        numels: elements of each item, in order of use; one above ``most`` gets a chunk of its own.
+        most: elements of a chunk, at most.
+    """
+    shared = [numel for numel in numels if numel <= most]
+    if not shared:
+        return most
+    few = _count(shared, most)
+    return bisect_left(range(most), True, lo=max(shared), key=lambda size: _count(shared, size) <= few)
+
+
+def _count(numels: Sequence[int], size: int) -> int:
+    """Return the number of chunks of ``size`` elements that items in order fill."""
+    chunks, end = 1, 0
+    for numel in numels:
+        end += numel
+        if end > size:
+            chunks, end = chunks + 1, numel
+    return chunks

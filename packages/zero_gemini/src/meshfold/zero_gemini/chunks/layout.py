@@ -271,13 +271,14 @@ def lay_out(
 
     Items come in their order of use and go into their group's open chunk; one that does not fit closes it and opens the next. One
     that exceeds a whole chunk gets a chunk of its own, and the open chunk stays open. Full chunks all have the same size, so
-    gathered buffers can be reused. The last chunk of each group, and chunks of a single large item, are only as large as needed.
+    gathered buffers can be reused. The last chunk of each group, chunks of a single large item, and those of groups in ``larger``
+    are only as large as needed.
 
     Args:
         items: parameters in their order of use, tied ones once.
         chunk_elems: elements of a full chunk; rounded up to a multiple of ``shards × align_elems``.
         shards: ranks that share each chunk.
-        larger: elements of a full chunk of some groups, in place of ``chunk_elems``.
+        larger: most elements of a chunk of some groups, in place of ``chunk_elems``.
         align_elems: each shard's size is a multiple of this many elements.
         slot_align_elems: each parameter starts at a multiple of this many elements of its chunk.
 
@@ -306,7 +307,7 @@ def lay_out(
             open_chunk = current.get(item.group)
             if open_chunk is None or open_chunk.end_elems + padded > full:
                 if open_chunk is not None:
-                    open_chunk.size_elems = full
+                    open_chunk.size_elems = round_up(open_chunk.end_elems, unit) if item.group in larger else full
                 open_chunk = current[item.group] = _Open(item.group)
                 opened.append(open_chunk)
             chunk = open_chunk

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from meshfold.kernels import Fp8Weight
 from meshfold.mesh import Mesh, ParameterMeta
 from meshfold.mesh.parameters import metadata_on
-from meshfold.zero_gemini.chunks.chunk_size import MIN_CHUNK_ELEMS, search_chunk_size
+from meshfold.zero_gemini.chunks.chunk_size import MIN_CHUNK_ELEMS, even_chunk_size, search_chunk_size
 from meshfold.zero_gemini.chunks.layout import ChunkLayout, Item, lay_out, round_up
 from meshfold.zero_gemini.norm import holders_of
 
@@ -111,7 +111,8 @@ def lay_out_members(
     """Return the chunks of every set of axes that gradients are summed over, in order of registration.
 
     Chunks that never move need not be small. With ``unit_of``, a unit that is larger than a chunk has chunks of its own: one, or as
-    few as ``MOST_OF_UNIT_ELEMS`` allows. A block then needs one collective where it needed one for each 16 to 64 million elements.
+    few as ``MOST_OF_UNIT_ELEMS`` allows, of about the same size. A block then needs one collective where it needed one for each 16
+    to 64 million elements.
 
     Args:
         members: parameters by name, in order of registration, tied ones once.
@@ -128,9 +129,12 @@ def lay_out_members(
             for name, member in members.items()
             if member.sum_axes == axes and member.numel
         ]
-        size = chunk_elems or _size(items, ranks)
+        least = min(MIN_CHUNK_ELEMS, max(LEAST_ELEMS, sum(item.numel for item in items) // PARTS))
+        size = chunk_elems or _size(items, ranks, least)
         larger = {} if chunk_elems or ranks == 1 else _larger(items, unit_of, size, slot_align_elems)
         items = [replace(item, group=own) if (own := _own_group(item, unit_of)) in larger else item for item in items]
+        if larger and (rest := [item for item in items if item.group not in larger]):
+            size = _size(rest, ranks, least)
         found.append((axes, lay_out(items, size, ranks, larger=larger, slot_align_elems=slot_align_elems)))
     return found
 
@@ -141,17 +145,17 @@ def _own_group(item: Item, unit_of: Mapping[str, str]) -> Hashable:
 
 
 def _larger(items: Sequence[Item], unit_of: Mapping[str, str], size: int, slot_align_elems: int) -> dict[Hashable, int]:
-    """Return the elements of a chunk of each unit that is larger than ``size``, by group."""
-    units: dict[Hashable, int] = {}
+    """Return the most elements of a chunk of each unit that is larger than ``size``, by group."""
+    units: dict[Hashable, list[int]] = {}
     for item in items:
         if item.name in unit_of:
-            group = _own_group(item, unit_of)
-            units[group] = units.get(group, 0) + round_up(item.numel, slot_align_elems)
+            units.setdefault(_own_group(item, unit_of), []).append(round_up(item.numel, slot_align_elems))
     most = max(size, MOST_OF_UNIT_ELEMS)
-    return {group: min(elems, most) for group, elems in units.items() if elems > size}
+    kinds = {tuple(numels) for numels in units.values() if sum(numels) > size}  # few: blocks are alike
+    found = {numels: even_chunk_size(numels, most) for numels in kinds}
+    return {group: found[tuple(numels)] for group, numels in units.items() if tuple(numels) in found}
 
 
-def _size(items: Sequence[Item], ranks: int) -> int:
-    """Return the elements of a chunk."""
-    least = min(MIN_CHUNK_ELEMS, max(LEAST_ELEMS, sum(item.numel for item in items) // PARTS))
+def _size(items: Sequence[Item], ranks: int, least: int) -> int:
+    """Return the elements of a chunk: from ``least`` to four times as many, with the least waste."""
     return search_chunk_size(items, ranks, min_elems=least, max_elems=4 * least).chunk_elems
