@@ -381,6 +381,10 @@ def test_bars_of_alignment_take_the_best_of_trl() -> None:
     assert "(TRL, DeepSpeed ZeRO 2)" in two and two.endswith("1.050 (bar 1.15): **not met**")
     assert shared.endswith("1.400 (bar 1.35): met")
     assert "bar" not in next(align_bench.verdicts({**work, "ranks": 1}, seconds, {}))
+    kept = {**seconds, "ours, activations kept, pushed": 0.1}
+    assert next(align_bench.verdicts(work, kept, {})) == two  # TRL's may have been faster with its activations kept
+    fair = next(align_bench.verdicts(work, {**kept, "TRL, activations kept": None}, {}))  # which ran out of memory
+    assert "ours, activations kept, pushed" in fair
     assert not list(align_bench.verdicts({**work, "shape": "tiny"}, seconds, {}))
     ppo = {**work, "method": "ppo", "shape": "6B", "gpu_gib": 78.0}
     [line] = align_bench.verdicts(ppo, {"ours": 90.0}, {"ours": [dict(peak_bytes=75 << 30)]})

@@ -38,8 +38,15 @@ BARS = read_bars("align", ("two", "shared", "grpo"))
 JUDGED = dict(prompt=512, completion=512, dtype="bfloat16")
 JUDGED_SHAPES = dict(dpo=("1.5B", "8B"), grpo=("1.5B",))
 """The work that the bars against TRL are for."""
-APART = ("ours", "ours, pushed", "ours, kept whole, pushed")
-SHARED = ("ours, shared prompts", "ours, shared prompts, pushed", "ours, shared prompts, kept whole, pushed")
+KEPT = "activations kept"
+"""In the names of contestants that recompute nothing; ours count only where TRL's was tried too."""
+APART = ("ours", "ours, pushed", "ours, kept whole, pushed", f"ours, {KEPT}, pushed")
+SHARED = (
+    "ours, shared prompts",
+    "ours, shared prompts, pushed",
+    "ours, shared prompts, kept whole, pushed",
+    f"ours, shared prompts, {KEPT}, pushed",
+)
 """Ours with a row for each completion, and with shared prompts: the fastest counts, as the fastest of TRL's does."""
 HEAD = ("contestant", "s a step", "tokens/s, prompts unshared", "× the best peer's speed", "peak GiB")
 SHAPES: dict[str, dict[str, Any]] = {
@@ -213,7 +220,8 @@ def verdicts(
         best = min(trl, key=lambda name: trl[name])
         bars = dict(two=APART, shared=SHARED) if work["method"] == "dpo" else dict(grpo=("ours",))
         for key, names in bars.items():
-            ours = {name: spent for name in names if (spent := seconds.get(name)) is not None}
+            fair = [name for name in names if KEPT not in name or f"TRL, {KEPT}" in seconds]
+            ours = {name: spent for name in fair if (spent := seconds.get(name)) is not None}
             if ours:
                 mine = min(ours, key=lambda name: ours[name])
                 yield BARS[key].line(trl[best] / ours[mine], work["ranks"], best=best, ours=mine, shape=work["shape"])

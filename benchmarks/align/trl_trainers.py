@@ -99,13 +99,14 @@ def text(ids: list[int]) -> str:
     return " ".join(f"<{word}>" for word in ids)
 
 
-def settings_of(job: dict[str, Any], rows: int, zero: int | None = None) -> dict[str, Any]:
+def settings_of(job: dict[str, Any], rows: int, zero: int | None = None, *, recompute: bool = True) -> dict[str, Any]:
     """Return the arguments that trainers of transformers share.
 
     Args:
         job: of the contestant.
         rows: of all ranks in a step.
         zero: stage of DeepSpeed's ZeRO, which shards state and parameters; None: FSDP2 does, where there are several ranks.
+        recompute: blocks are recomputed in backward.
 
     Raises:
         AbsentError: for a stage without DeepSpeed.
@@ -133,7 +134,7 @@ def settings_of(job: dict[str, Any], rows: int, zero: int | None = None) -> dict
         optim="adamw_torch_fused" if gpu else "adamw_torch",
         bf16=job["dtype"] == "bfloat16",
         use_cpu=not gpu,
-        gradient_checkpointing=True,
+        gradient_checkpointing=recompute,
         gradient_checkpointing_kwargs=dict(use_reentrant=False),
         report_to="none",
         save_strategy="no",
@@ -161,12 +162,14 @@ def _deepspeed(stage: int) -> dict[str, Any]:
     }
 
 
-def dpo(job: dict[str, Any], model_of: MakeModel, random_ids: Ids, zero: int | None = None) -> Steps:
+def dpo(
+    job: dict[str, Any], model_of: MakeModel, random_ids: Ids, zero: int | None = None, *, recompute: bool = True
+) -> Steps:
     """Return the steps of ``DPOTrainer``, whose reference is a copy that scores in the step.
 
     Args:
         job, model_of, random_ids: as of the other contestants.
-        zero: as of :func:`settings_of`.
+        zero, recompute: as of :func:`settings_of`.
 
     Raises:
         AbsentError: without TRL, or without DeepSpeed where it is asked for.
@@ -181,7 +184,9 @@ def dpo(job: dict[str, Any], model_of: MakeModel, random_ids: Ids, zero: int | N
         dict(prompt=text(p), chosen=" " + text(a), rejected=" " + text(b))
         for p, a, b in zip(prompts, chosen, rejected, strict=True)
     ]
-    settings = trl.DPOConfig(beta=0.1, max_length=job["prompt"] + completion, **settings_of(job, rows, zero))
+    settings = trl.DPOConfig(
+        beta=0.1, max_length=job["prompt"] + completion, **settings_of(job, rows, zero, recompute=recompute)
+    )
     return Steps(
         trl.DPOTrainer(
             model_of(job, "float32"),

@@ -46,12 +46,15 @@ def random_ids(job: dict[str, Any], rows: int, tokens: int, seed: int) -> list[l
     return torch.randint(job["model"]["vocab_size"] - 1, (rows, tokens), generator=generator).tolist()
 
 
-def settings_of(job: dict[str, Any], sharded: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
+def settings_of(
+    job: dict[str, Any], sharded: Mapping[str, Any] = MappingProxyType({}), recompute: str | None = "blocks"
+) -> dict[str, Any]:
     """Return the settings of our trainers.
 
     Args:
         job: of the contestant.
         sharded: more words of ``zero``.
+        recompute: what is recomputed in backward; None: nothing.
 
     Raises:
         AbsentError: for such words without stage 3 on several GPUs.
@@ -69,7 +72,7 @@ def settings_of(job: dict[str, Any], sharded: Mapping[str, Any] = MappingProxyTy
         precision="bf16" if job["dtype"] == "bfloat16" else "fp32",
         optimizer=dict(name="adamw", lr=1e-6, weight_decay=0.01),
         clip_grad_norm=1.0,
-        recompute="blocks",
+        recompute=recompute,
         micro_steps=job["micro_steps"],
     )
 
@@ -79,7 +82,12 @@ KEPT_WHOLE: Mapping[str, Any] = MappingProxyType(dict(transport="push", reshard_
 
 
 def our_dpo(
-    job: dict[str, Any], *, shared: bool, masked: bool = False, sharded: Mapping[str, Any] = MappingProxyType({})
+    job: dict[str, Any],
+    *,
+    shared: bool,
+    masked: bool = False,
+    sharded: Mapping[str, Any] = MappingProxyType({}),
+    recompute: str | None = "blocks",
 ) -> Step:
     """Return a step of our DPO; scoring by the reference is in it.
 
@@ -88,6 +96,7 @@ def our_dpo(
         shared: a pair shares its prompt.
         masked: completions are kept apart by a mask.
         sharded: more words of ``zero``.
+        recompute: what is recomputed in backward; None: nothing.
     """
     from meshfold.align import DPO, Completion, Preference
 
@@ -104,7 +113,7 @@ def our_dpo(
     model: Any = model_of(job)
     if masked:  # as a model is whose attention is not in transformers' registry
         model._supports_attention_backend = False
-    trainer = DPO(model, pairs, batch_size=rows, shared_prompt=shared, **settings_of(job, sharded))
+    trainer = DPO(model, pairs, batch_size=rows, shared_prompt=shared, **settings_of(job, sharded, recompute))
     job["said"] = lambda: dict(shared=str(trainer.shared_prompt))
     return stepped(trainer)
 
@@ -207,11 +216,14 @@ CONTESTANTS: dict[str, dict[str, Callable[[dict[str, Any]], Step]]] = {
         "ours, shared prompts, by a mask": partial(our_dpo, shared=True, masked=True),
         "ours, shared prompts, pushed": partial(our_dpo, shared=True, sharded=PUSHED),
         "ours, shared prompts, kept whole, pushed": partial(our_dpo, shared=True, sharded=KEPT_WHOLE),
+        "ours, shared prompts, activations kept, pushed": partial(our_dpo, shared=True, sharded=PUSHED, recompute=None),
         "ours": partial(our_dpo, shared=False),
         "ours, pushed": partial(our_dpo, shared=False, sharded=PUSHED),
         "ours, kept whole, pushed": partial(our_dpo, shared=False, sharded=KEPT_WHOLE),
+        "ours, activations kept, pushed": partial(our_dpo, shared=False, sharded=PUSHED, recompute=None),
         "by hand": lambda job: dpo_by_hand(job, model_of, random_ids),
         "TRL": lambda job: trl_trainers.dpo(job, model_of, random_ids),
+        "TRL, activations kept": lambda job: trl_trainers.dpo(job, model_of, random_ids, recompute=False),
         "TRL, DeepSpeed ZeRO 2": lambda job: trl_trainers.dpo(job, model_of, random_ids, zero=2),
         "TRL, DeepSpeed ZeRO 3": lambda job: trl_trainers.dpo(job, model_of, random_ids, zero=3),
     },
