@@ -492,7 +492,7 @@ NOT_COMPILED = {
     "folding.axial.overlap._Move": "the same",
     "folding.axial.product._Product": "the same",
     "folding.axial.ring._Ring": "the same",
-    "kernels.segment_attention._Attention": "segments are read on the host: compiled code keeps the mask",
+    "kernels.segment_attention._Attention": "compiled code has an operator of torch in its place: test_segment_attention.py",
     "mesh.model_io.dry_run._Attention": "it has no values: a plan's stand-in on the meta device, which counts",
     "mesh.model_io.lazy_tensor._Join": (
         "a model's output beside its loss, behind the compiled part: it gathers when the user's code reads it"

@@ -40,9 +40,10 @@ JUDGED_SHAPES = dict(dpo=("1.5B", "8B"), grpo=("1.5B",))
 """The work that the bars against TRL are for."""
 KEPT = "activations kept"
 """In the names of contestants that recompute nothing; ours count only where TRL's was tried too."""
-APART = ("ours", "ours, pushed", "ours, kept whole, pushed", f"ours, {KEPT}, pushed")
+APART = ("ours", "ours, compiled", "ours, pushed", "ours, kept whole, pushed", f"ours, {KEPT}, pushed")
 SHARED = (
     "ours, shared prompts",
+    "ours, shared prompts, compiled",
     "ours, shared prompts, pushed",
     "ours, shared prompts, kept whole, pushed",
     f"ours, shared prompts, {KEPT}, pushed",

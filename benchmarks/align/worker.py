@@ -88,6 +88,7 @@ def our_dpo(
     masked: bool = False,
     sharded: Mapping[str, Any] = MappingProxyType({}),
     recompute: str | None = "blocks",
+    compiled: bool = False,
 ) -> Step:
     """Return a step of our DPO; scoring by the reference is in it.
 
@@ -97,6 +98,7 @@ def our_dpo(
         masked: completions are kept apart by a mask.
         sharded: more words of ``zero``.
         recompute: what is recomputed in backward; None: nothing.
+        compiled: blocks are compiled.
     """
     from meshfold.align import DPO, Completion, Preference
 
@@ -113,7 +115,8 @@ def our_dpo(
     model: Any = model_of(job)
     if masked:  # as a model is whose attention is not in transformers' registry
         model._supports_attention_backend = False
-    trainer = DPO(model, pairs, batch_size=rows, shared_prompt=shared, **settings_of(job, sharded, recompute))
+    settings = settings_of(job, sharded, recompute)
+    trainer = DPO(model, pairs, batch_size=rows, shared_prompt=shared, compile=compiled, **settings)
     job["said"] = lambda: dict(shared=str(trainer.shared_prompt))
     return stepped(trainer)
 
@@ -213,11 +216,13 @@ def stepped(trainer: Any) -> Step:
 CONTESTANTS: dict[str, dict[str, Callable[[dict[str, Any]], Step]]] = {
     "dpo": {
         "ours, shared prompts": partial(our_dpo, shared=True),
+        "ours, shared prompts, compiled": partial(our_dpo, shared=True, compiled=True),
         "ours, shared prompts, by a mask": partial(our_dpo, shared=True, masked=True),
         "ours, shared prompts, pushed": partial(our_dpo, shared=True, sharded=PUSHED),
         "ours, shared prompts, kept whole, pushed": partial(our_dpo, shared=True, sharded=KEPT_WHOLE),
         "ours, shared prompts, activations kept, pushed": partial(our_dpo, shared=True, sharded=PUSHED, recompute=None),
         "ours": partial(our_dpo, shared=False),
+        "ours, compiled": partial(our_dpo, shared=False, compiled=True),
         "ours, pushed": partial(our_dpo, shared=False, sharded=PUSHED),
         "ours, kept whole, pushed": partial(our_dpo, shared=False, sharded=KEPT_WHOLE),
         "ours, activations kept, pushed": partial(our_dpo, shared=False, sharded=PUSHED, recompute=None),

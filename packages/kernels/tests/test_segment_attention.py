@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.backends.debugging import aot_eager
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshfold.kernels import Segment, Segments, segment_attention
+from meshfold.kernels.segments import _by_number as numbers
 
 CPU = torch.device("cpu")
 ROWS = (
@@ -139,3 +142,71 @@ def test_rows_that_are_all_alike() -> None:
     q, k, v = tensors(2)
     found = segment_attention(q, k, v, Segments(ROWS[:1], 12, CPU))
     assert torch.equal(found, segment_attention(q, k, v, Segments(ROWS[:1] * 3, 12, CPU)))
+
+
+@pytest.mark.parametrize("kv_heads", [4, 1])
+def test_compiled_code_attends_within_the_segments_of_each_batch(kv_heads: int) -> None:
+    """By one graph, which takes their number: forward, all gradients, and a backward behind the end of the segments."""
+    torch._dynamo.reset()
+    graphs: list[Any] = []
+
+    def counted(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return aot_eager(graph, inputs)
+
+    @torch.compile(backend=counted, fullgraph=True)
+    def doubled(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segments) -> torch.Tensor:
+        return 2 * segment_attention(q, k, v, segments, 0.3)
+
+    before = len(numbers)
+    for rows in (ROWS, ROWS[::-1], ROWS[1:2]):
+        q, k, v = tensors(kv_heads)
+        found = doubled(q, k, v, Segments(rows, 12, CPU))  # nothing but its backward needs them now
+        expected = 2 * segment_attention(q, k, v, Segments(rows, 12, CPU), 0.3)
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+        weights = torch.randn_like(found)
+        mine, theirs = (torch.autograd.grad((out * weights).sum(), (q, k, v)) for out in (found, expected))
+        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
+    assert len(graphs) == 1
+    del found, expected, mine, theirs
+    gc.collect()
+    Segments(ROWS, 12, CPU)
+    assert len(numbers) <= before + 1  # what no graph needs was released
+
+
+def test_compiled_code_refuses_segments_of_another_batch() -> None:
+    torch._dynamo.reset()
+    q, k, v = tensors(2)
+    compiled = torch.compile(segment_attention, backend="aot_eager", fullgraph=True)
+    with pytest.raises(ValueError, match="segments of 3 rows, for 2"):
+        compiled(q[:2], k[:2], v[:2], Segments(ROWS, 12, CPU))
+
+
+def test_compiled_code_computes_in_the_dtype_of_autocast() -> None:
+    torch._dynamo.reset()
+    q, k, v = (x.detach().float() for x in tensors(2))
+    segments = Segments(ROWS, 12, CPU)
+    compiled = torch.compile(segment_attention, backend="aot_eager", fullgraph=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found, expected = compiled(q, k, v, segments), segment_attention(q, k, v, segments)
+    assert found.dtype is torch.bfloat16
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="FlashAttention by lengths needs a GPU")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_compiled_code_calls_the_kernels_of_a_gpu(dtype: torch.dtype) -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(segment_attention, fullgraph=dtype is torch.bfloat16)  # by a mask in float32, uncompiled
+    for rows in (ROWS, ROWS[::-1]):
+        segments = Segments(rows, 12, torch.device("cuda"))
+        q, k, v = (x.detach().to("cuda", dtype).requires_grad_() for x in tensors(2))
+        found, expected = compiled(q, k, v, segments), segment_attention(q, k, v, segments)
+        assert torch.equal(found, expected)
+        weights = torch.randn_like(found)
+        for mine, theirs in zip(
+            torch.autograd.grad(found, (q, k, v), weights),
+            torch.autograd.grad(expected, (q, k, v), weights),
+            strict=True,
+        ):
+            torch.testing.assert_close(mine, theirs, rtol=2e-2, atol=2e-2)

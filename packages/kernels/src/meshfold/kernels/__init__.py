@@ -125,7 +125,8 @@ from meshfold.kernels.random_bits import stream as random_stream
 from meshfold.kernels.rotary import apply_rotary
 from meshfold.kernels.row_product import RowWeight, row_product
 from meshfold.kernels.row_tiles import RowCall, measured_row_tiles, take_row_tiles
-from meshfold.kernels.segment_attention import Segment, Segments, segment_attention
+from meshfold.kernels.segment_attention import segment_attention
+from meshfold.kernels.segments import Segment, Segments
 from meshfold.kernels.split_norms import (
     layer_norm_apply,
     layer_norm_backward_apply,

@@ -117,10 +117,18 @@ def _register() -> None:
         if not isinstance(attention_mask, Tensor) or attention_mask.dtype not in (torch.int64, torch.int32):
             found: tuple[Tensor, Tensor | None] = before(module, query, key, value, attention_mask, *args, **others)
             return found
-        return _within_segments(module, query, key, value, attention_mask, *args, **others), None
+        within = _within_segments if _known_segments(attention_mask) is None else _attend
+        return within(module, query, key, value, attention_mask, *args, **others), None
 
     attend.takes_positions = True  # type: ignore[attr-defined]
     registry["sdpa"] = attend
+
+
+def _known_segments(positions: Tensor) -> Segments | None:
+    found: Segments | None = getattr(
+        positions, _SEGMENTS, None
+    )  # not by __dict__: torch.compile reads attributes alone
+    return found
 
 
 def _attend(
@@ -147,7 +155,7 @@ def _attend(
             f"position_ids go back to a token of their document, but attention of {type(module).__name__} has {what}: give each "
             "completion a row of its own, as with shared_prompt=False"
         )
-    segments: Segments | None = positions.__dict__.get(_SEGMENTS)
+    segments = _known_segments(positions)
     if segments is None:  # rows of the batch, as of a micro-batch
         segments = positions.__dict__[_SEGMENTS] = _segments(positions[:, 0, 0])
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
