@@ -129,7 +129,8 @@ def test_an_outlook_is_what_the_whole_plan_says(
     on = machine()
     outlook = outlook_of(clock(on, 16), candidate, profiled(repr(layout))[1], simulate=True)
     found = plan_of(candidate, small, on, precision="bf16", batch_size=16, seq_len=512)
-    assert outlook.seconds == pytest.approx(step_speed(found, on, "bf16").seconds, rel=0.03)
+    # An outlook gathers every chunk twice a micro-step. A plan keeps some between two uses: 4 of 21 MB in the pipeline here.
+    assert outlook.seconds == pytest.approx(step_speed(found, on, "bf16").seconds, rel=0.04)
     assert outlook.memory == pytest.approx(found.memory.total, rel=0.1)
 
 
