@@ -193,7 +193,11 @@ def start_ranks(script: Path, words: Sequence[str], ranks: int, timeout: float) 
         return ended, out.read().decode(errors="replace")
 
 
-_WHY = re.compile(r"\b\w*(Error|Exception|Interrupt)\b|CUDA error|what\(\):|out of memory")
+_WHY = re.compile(
+    r"\b\w*(Error|Exception|Interrupt)\b|CUDA error|what\(\):|out of memory|corrupt|(free|malloc)\(\)|Assertion"
+)
+_ABORTED = re.compile("Fatal Python error|<no Python frame>|most recent call first")
+"""Lines that Python prints of every abort, behind the C library's that tells it."""
 _NOT_WHY = re.compile(r"Extension modules:|^\s*File \"")
 """Lines of a list of modules, and of a stack: Python prints both behind the error when a process is aborted."""
 
@@ -208,7 +212,8 @@ def how_it_ended(ended: int | None, said: str, timeout: float, *, first_step: bo
     if ended is None:
         return f"stopped after {timeout:g} s" + ("" if first_step else ", before the end of its first step")
     lines = [line.strip() for line in said.splitlines() if line.strip() and not _NOT_WHY.search(line)]
-    told = [line for line in lines if _WHY.search(line)] or lines or [""]
+    own = [line for line in lines if not _ABORTED.search(line)]
+    told = [line for line in own if _WHY.search(line)] or own or lines or [""]
     return f"ended with {ended}: {told[-1][:200]}"
 
 
@@ -231,7 +236,7 @@ def run_contestant(
         out = Path(folder) / "found.json"
         ended, said = start_ranks(worker, [json.dumps({**job, "out": str(out)})], job["ranks"], timeout)
         if ended or not out.exists():
-            print(said[-3000:], file=sys.stderr)
+            print("\n".join(line for line in said.splitlines() if not _NOT_WHY.search(line))[-6000:], file=sys.stderr)
             first = first_step_file(out)
             known = {"first_step_s": json.loads(first.read_text())} if first.exists() else {}
             return {"error": why(said) or how_it_ended(ended, said, timeout, first_step=bool(known)), **known}

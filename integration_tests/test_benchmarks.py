@@ -910,6 +910,11 @@ def test_a_plan_is_shown_beside_what_was_taken_of_the_gpu() -> None:
             "ended with 1: what():  CUDA error: an illegal memory access",
         ),
         ("Killed\n", "ended with 1: Killed"),
+        (
+            "double free or corruption (!prev)\nFatal Python error: Aborted\n\nThread 0x1 (most recent call first):\n"
+            "  <no Python frame>\nExtension modules: numpy._core (total: 1)\n",
+            "ended with 1: double free or corruption (!prev)",
+        ),
         ("", "ended with 1: "),
     ],
 )
