@@ -144,10 +144,14 @@ def test_rows_that_are_all_alike() -> None:
     assert torch.equal(found, segment_attention(q, k, v, Segments(ROWS[:1] * 3, 12, CPU)))
 
 
-@pytest.mark.parametrize("kv_heads", [4, 1])
-def test_compiled_code_attends_within_the_segments_of_each_batch(kv_heads: int) -> None:
+@pytest.mark.parametrize(("kv_heads", "masked"), [(4, False), (1, False), (2, True)])
+def test_compiled_code_attends_within_the_segments_of_each_batch(
+    kv_heads: int, masked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By one graph, which takes their number: forward, all gradients, and a backward behind the end of the segments."""
     torch._dynamo.reset()
+    if masked:  # as on a GPU in float32, which no kernel takes
+        monkeypatch.setattr(sys.modules["meshfold.kernels.segment_attention"], "_kernel", lambda q, v: None)
     graphs: list[Any] = []
 
     def counted(graph: Any, inputs: Any) -> Any:
@@ -197,12 +201,12 @@ def test_compiled_code_computes_in_the_dtype_of_autocast() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_compiled_code_calls_the_kernels_of_a_gpu(dtype: torch.dtype) -> None:
     torch._dynamo.reset()
-    compiled = torch.compile(segment_attention, fullgraph=dtype is torch.bfloat16)  # by a mask in float32, uncompiled
+    compiled = torch.compile(segment_attention, fullgraph=True)  # by a mask in float32
     for rows in (ROWS, ROWS[::-1]):
         segments = Segments(rows, 12, torch.device("cuda"))
         q, k, v = (x.detach().to("cuda", dtype).requires_grad_() for x in tensors(2))
         found, expected = compiled(q, k, v, segments), segment_attention(q, k, v, segments)
-        assert torch.equal(found, expected)
+        torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
         weights = torch.randn_like(found)
         for mine, theirs in zip(
             torch.autograd.grad(found, (q, k, v), weights),

@@ -54,21 +54,10 @@ def segment_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale
     else:
         q, k = q.to(v.dtype), k.to(v.dtype)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    if torch.compiler.is_compiling():
-        if _kernel(q, v) is None or has_torch_function((q, k, v)):
-            masked: Tensor = _uncompiled(q, k, v, segments, scale)
-            return masked
-        within: Tensor = _attend_numbered(q, k, v, segments.number, scale)[0]
-        return within
-    return _attend(q, k, v, segments, scale)
-
-
-def _attend(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> Tensor:
+    if torch.compiler.is_compiling() and not has_torch_function((q, k, v)):
+        return _compiled(q, k, v, segments.number, scale)
     segments = _of_rows(segments, q, k)
     return _heads_first(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), segments, scale).transpose(1, 2)
-
-
-_uncompiled = torch.compiler.disable(_attend)
 
 
 def _of_rows(segments: Segments, q: Tensor, k: Tensor) -> Segments:
@@ -92,7 +81,7 @@ def _heads_first(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: flo
         return found
     kernel = _kernel(q, v)
     if kernel is None:
-        return _masked(q, k, v, segments, scale)
+        return _masked(q, k, v, segments.seen(), scale)
     with _without_autocast(q.device.type):
         given = (x.transpose(1, 2) for x in (q, k, v))
         out: Tensor = _Attention.apply(*given, segments.packed(), kernel, scale)
@@ -124,12 +113,12 @@ def _runs_flash(device: torch.device) -> bool:
 _runs_flash._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compile does not trace it
 
 
-def _masked(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> Tensor:
+def _masked(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float) -> Tensor:
     # On GPUs the kernel that takes a mask needs as many key heads as query heads; the fallback would store all scores.
     times = q.shape[1] // k.shape[1]
     if times > 1:
         k, v = (x.repeat_interleave(times, dim=1) for x in (k, v))
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=segments.seen().unsqueeze(1), scale=scale)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=seen.unsqueeze(1), scale=scale)
 
 
 class _Attention(torch.autograd.Function):
@@ -299,12 +288,33 @@ REFERENCE, FLASH = _Reference(), _Flash()
 # -- in compiled code ------------------------------------------------------------------------------------------
 
 
+def _compiled(q: Tensor, k: Tensor, v: Tensor, number: Tensor, scale: float) -> Tensor:
+    """Attend within the segments of a number: ``b s heads d`` -> ``b s heads d``."""
+    if _kernel(q, v) is None:
+        seen: Tensor = _seen_numbered(q, k, number)
+        return _masked(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), seen, scale).transpose(1, 2)
+    out: Tensor = _attend_numbered(q, k, v, number, scale)[0]
+    return out
+
+
 def _found(number: Tensor, q: Tensor, k: Tensor, v: Tensor) -> tuple[PackedSegments, _Kernel]:
     """Return the packed segments of a number, and the kernel for tensors, which one takes."""
     segments, kernel = numbered_segments(number), _kernel(q, v)
     if kernel is None:
         raise ValueError(f"no kernel takes queries of {q.dtype} on {q.device} with {q.shape[-1]} elements a head")
     return _of_rows(segments, q, k).packed(), kernel
+
+
+@torch.library.custom_op("meshfold::segments_seen", mutates_args=())
+def _seen_numbered(q: Tensor, k: Tensor, number: Tensor) -> Tensor:
+    return (
+        _of_rows(numbered_segments(number), q, k).seen().clone()
+    )  # compiled code may write into what an operator returns
+
+
+@_seen_numbered.register_fake
+def _(q: Tensor, k: Tensor, number: Tensor) -> Tensor:
+    return q.new_empty(q.shape[0], q.shape[1], k.shape[1], dtype=torch.bool)
 
 
 @torch.library.custom_op("meshfold::segment_attention", mutates_args=())
