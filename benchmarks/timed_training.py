@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -113,6 +114,7 @@ def train(job: dict[str, Any], contestant: Callable[[dict[str, Any]], Step]) -> 
                         seconds=seconds,
                         first_step_s=first_step_s,
                         peak_bytes=peak,
+                        host_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
                         losses=[float(each) for each in losses[:8]],
                         first=first,
                         last=last,

@@ -122,6 +122,7 @@ def main(argv: Sequence[str]) -> int:
         help="which activations backward recomputes; auto, of a plan: every layer for peers",
     )
     parser.add_argument("--gpu-memory", default="", help="limit of the device, as in 24GB; for Meshfold alone")
+    parser.add_argument("--host-memory", default="", help="limit of host memory, with --gpu-memory; for Meshfold alone")
     parser.add_argument("--only", nargs="+", choices=CONTESTANTS, default=["torch", "Liger", "ours"], metavar="NAME")
     add_starts(parser, steps=12, warm_up=4, settle_s=20.0, timeout=240.0)
     add_output(parser, "hugging_face")
@@ -129,10 +130,12 @@ def main(argv: Sequence[str]) -> int:
     if options.report is not None:
         report(options.report)
         return 0
+    if options.host_memory and not options.gpu_memory:
+        parser.error(f"--host-memory {options.host_memory} needs --gpu-memory: without it everything is on the device")
     check_out(options.out)
     work = {
         name: getattr(options, name)
-        for name in ("shape", "untied", "ranks", "rows", "length", "dtype", "recompute", "gpu_memory")
+        for name in ("shape", "untied", "ranks", "rows", "length", "dtype", "recompute", "gpu_memory", "host_memory")
     }
     found = result_to_extend(options.out, "hugging-face", "transformers", "liger-kernel")
     case = found["cases"].setdefault(case_name(work), dict(work=work, runs={}))
@@ -154,6 +157,8 @@ def _model(work: dict[str, Any]) -> dict[str, Any]:
 def case_name(work: dict[str, Any]) -> str:
     """Return a work in words."""
     limit = f", {work['gpu_memory']}" if work["gpu_memory"] else ""
+    if host := work.get("host_memory"):
+        limit += f", {host} of the host"
     recompute = dict(blocks="every layer recomputed", auto="recomputed by plan", none="nothing recomputed")
     ranks = f", {work['ranks']} GPUs" if work["ranks"] > 1 else ""
     model = f"{_NAMES.get(work['shape'], 'Llama ' + work['shape'])}{' with a head of its own' if work['untied'] else ''}{ranks}"
@@ -176,11 +181,12 @@ def report(path: Path) -> None:
         peers = {name: _seconds(runs) for name, runs in case["runs"].items() if not name.startswith("ours")}
         known = [seconds for seconds in peers.values() if seconds is not None]
         best = min(known) if known else None
+        has_host = any("host_bytes" in run for runs in case["runs"].values() for run in runs)
         rows = []
         for contestant, runs in case["runs"].items():
             seconds, good = _seconds(runs), [run for run in runs if not run.get("error")]
             if seconds is None:
-                rows.append((contestant, "–", "–", "–", "–", "–", runs[0]["error"]))
+                rows.append((contestant, *["–"] * (5 + has_host), runs[0]["error"]))
                 continue
             watts = [run["watts"] for run in good if "watts" in run]
             clocks = [run["mhz"] for run in good if "mhz" in run]
@@ -191,6 +197,7 @@ def report(path: Path) -> None:
                     f"{seconds:.4f}",
                     f"{best / seconds:.3f}" if best else "–",
                     f"{max(run['peak_bytes'] for run in good) / 2**30:.1f}",
+                    *([_host_of(good)] if has_host else []),
                     f"{sum(watts) / len(watts) * seconds / tokens * 1e3:.2f}" if watts else "–",
                     f"{sum(clocks) / len(clocks):.0f}" if clocks else "–",
                     _expected(plans[-1]) if plans else "",
@@ -201,6 +208,7 @@ def report(path: Path) -> None:
             "s a step",
             "× the best peer's speed",
             "peak GiB",
+            *(["host GiB a rank"] if has_host else []),
             "mJ a token",
             "mean MHz",
             "note",
@@ -208,6 +216,12 @@ def report(path: Path) -> None:
         lines += ["", f"**{name}**", "", *table(head, rows)]
     path.with_suffix(".md").write_text("\n".join(lines) + "\n", encoding="utf-8")
     print("\n".join(lines))
+
+
+def _host_of(runs: Sequence[dict[str, Any]]) -> str:
+    """Say the most host memory that a start's first rank had resident, libraries and pinned memory included."""
+    known = [run["host_bytes"] for run in runs if "host_bytes" in run]
+    return f"{max(known) / 2**30:.1f}" if known else "–"
 
 
 def _expected(plan: dict[str, Any]) -> str:

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that this file runs on its own
 
+from benchmarks.hugging_face import offloaded
+
 Step = Callable[[], Tensor]
 
 
@@ -151,7 +153,8 @@ def ours(
     zero: dict[str, Any] = dict(stage=3, placement="cuda", **sharded)
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     if job["recompute"] == "auto" or job["gpu_memory"]:
-        zero = dict(placement="auto", **(dict(gpu_memory_limit=job["gpu_memory"]) if job["gpu_memory"] else {}))
+        limits = dict(gpu_memory_limit=job["gpu_memory"], host_memory_limit=job["host_memory"])
+        zero = dict(placement="auto", **{name: limit for name, limit in limits.items() if limit})
     engine = Engine(
         model_of(job),
         dict(data=ranks, zero=zero) if split else dict(data=ranks),
@@ -194,6 +197,8 @@ CONTESTANTS: dict[str, Callable[[dict[str, Any]], Step]] = {
     "FSDP2, compiled": lambda job: fsdp2(job, liger=False, compiled=True),
     "FSDP2, Liger": lambda job: fsdp2(job, liger=True, compiled=False),
     "FSDP2, Liger, compiled": lambda job: fsdp2(job, liger=True, compiled=True),
+    "DeepSpeed ZeRO-3 offload": lambda job: offloaded.deepspeed(job, model_of(job).train(), batch(job)),
+    "FSDP2 offload": lambda job: offloaded.fsdp2(job, model_of(job).train(), batch(job)),
     "ours": lambda job: ours(job),
     "ours, kernels off": lambda job: ours(job, kernels="off"),
     "ours, compiled": lambda job: ours(job, compile=True),
@@ -211,7 +216,7 @@ CONTESTANTS: dict[str, Callable[[dict[str, Any]], Step]] = {
 
 
 if __name__ == "__main__":
-    from benchmarks.timed_training import train
+    from benchmarks.timed_training import train_or_absent
 
     job = json.loads(sys.argv[1])
-    train(job, CONTESTANTS[job["contestant"]])
+    train_or_absent(job, CONTESTANTS[job["contestant"]])

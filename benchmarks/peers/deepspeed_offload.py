@@ -20,13 +20,20 @@ _LAYER_AT_A_TIME = {
 """Buckets that hold a layer of 6.7B's, both ways"""
 
 
-def config(job: Job) -> dict[str, Any]:
-    """DeepSpeed's settings for a job: asynchronous, pinned, everything on the host."""
+def settings_of(rows: int, *, lr: float, clip: float | None = 1.0, default_buckets: bool = False) -> dict[str, Any]:
+    """Return DeepSpeed's settings: asynchronous, pinned, everything on the host.
+
+    Args:
+        rows: sequences a step, on each rank.
+        lr: learning rate of AdamW.
+        clip: largest norm of the gradient; None: not clipped.
+        default_buckets: buckets of DeepSpeed's own sizes; else they hold a layer.
+    """
     on_host = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
-    base: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": job.rows,
+    return {
+        "train_micro_batch_size_per_gpu": rows,
         "gradient_accumulation_steps": 1,
-        "gradient_clipping": job.clip or 0.0,
+        "gradient_clipping": clip or 0.0,
         "bf16": {"enabled": True},
         "zero_optimization": {
             "stage": 3,
@@ -34,12 +41,17 @@ def config(job: Job) -> dict[str, Any]:
             "offload_optimizer": dict(on_host),
             "overlap_comm": True,
             "contiguous_gradients": True,
-            **({} if job.options.get("buckets") == "default" else _LAYER_AT_A_TIME),
+            **({} if default_buckets else _LAYER_AT_A_TIME),
         },
         "zero_allow_untested_optimizer": True,
-        "optimizer": {"type": "AdamW", "params": {"lr": job.lr, "weight_decay": 0.01}},
+        "optimizer": {"type": "AdamW", "params": {"lr": lr, "weight_decay": 0.01}},
         "steps_per_print": 10**9,
     }
+
+
+def config(job: Job) -> dict[str, Any]:
+    """Return DeepSpeed's settings for a job of :mod:`benchmarks.zero_offload`."""
+    base = settings_of(job.rows, lr=job.lr, clip=job.clip, default_buckets=job.options.get("buckets") == "default")
     if "ratio" in job.options:  # this share of the optimizer on the host, the rest on the GPU
         base = merged(base, {"zero_optimization.offload_optimizer.ratio": job.options["ratio"]})
     return merged(base, job.flags)
