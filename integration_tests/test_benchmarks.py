@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -154,6 +155,27 @@ def test_tensor_parallel_measures_without_a_gpu(tmp_path: Path) -> None:
     assert found["notes"] == {}
     assert list(found["milliseconds"]) == ["1d+sequence by ring", "2d by stream"]
     assert max(found["relative_error"].values()) < 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("warm_commands")
+def test_peers_that_keep_state_on_the_host_train_a_hugging_face_model(tmp_path: Path) -> None:
+    """Both begin with the same weights and batch, so their first losses are ours; the host's memory has a column."""
+    out = tmp_path / "found.json"
+    words = ["--dtype", "bfloat16", "--recompute", "auto", "--gpu-memory", "4GiB", "--host-memory", "8GiB"]
+    names = ["ours", "FSDP2 offload", "DeepSpeed ZeRO-3 offload"]
+    assert main(["bench", "hugging-face", "--tiny", *words, "--only", *names, "--out", str(out)]) == 0
+    [(case, found)] = json.loads(out.read_text())["cases"].items()
+    assert case.endswith("4GiB, 8GiB of the host")
+    [own], [fsdp2], [deepspeed] = (found["runs"][name] for name in names)
+    few = min(len(own["losses"]), len(fsdp2["losses"]))  # ours takes steps until its plan rests
+    assert few > 2 and own["losses"][:few] == pytest.approx(fsdp2["losses"][:few], rel=5e-3)
+    assert own["losses"][2] < own["losses"][0]
+    if find_spec("deepspeed") is None:
+        assert deepspeed["error"] == "deepspeed is not installed: pip install deepspeed==0.19.8"
+    assert "| host GiB a rank |" in out.with_suffix(".md").read_text()
+    with pytest.raises(SystemExit):
+        main(["bench", "hugging-face", "--tiny", "--host-memory", "8GiB", "--only", "ours", "--out", str(out)])
 
 
 @pytest.mark.usefixtures("warm_commands")

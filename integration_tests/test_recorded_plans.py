@@ -25,7 +25,8 @@ def recorded() -> dict[str, dict[str, Any]]:
         for name, case in json.loads(path.read_text())["cases"].items():
             for run in case["runs"].get("ours", ()):
                 if case["work"]["gpu_memory"] and "workload" in run.get("plan", {}):
-                    found[f"{path.stem}: {name}"] = dict(run, gpu_memory=case["work"]["gpu_memory"])
+                    limits = {memory: case["work"].get(memory, "") for memory in ("gpu_memory", "host_memory")}
+                    found[f"{path.stem}: {name}"] = run | limits
     return found
 
 
@@ -35,7 +36,8 @@ RECORDED = recorded()
 def made_again(run: Mapping[str, Any]) -> Plan:
     """Plan the run's workload on its machine within its limit, as the engine does."""
     words, limit = run["plan"], parse_bytes(run["gpu_memory"])
-    limits = Limits(gpu_bytes=int((limit - CONTEXT_BYTES) * (1 - ALLOCATOR_MARGIN)), disk_bytes=0)
+    host = parse_bytes(run["host_memory"]) if run["host_memory"] else None
+    limits = Limits(gpu_bytes=int((limit - CONTEXT_BYTES) * (1 - ALLOCATOR_MARGIN)), host_bytes=host, disk_bytes=0)
     return plan(workload_of(words["workload"]), Machine(**words["machine"]), limits)
 
 
