@@ -11,13 +11,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshfold.kernels import cross_entropy, rms_norm, swiglu
+from meshfold.kernels import cross_entropy, linear_cross_entropy, rms_norm, swiglu
 from meshfold.mesh import ParallelSpec
 from meshfold.mesh.model_io import DryRun, Operator
 from meshfold.models import GPT, GPTConfig, Llama, LlamaConfig
 from meshfold.planner import MACHINES, Estimate, Machine, estimate, step_speed, step_times
 from meshfold.planner.clock import Phases, Work, operator_seconds, optimizer_seconds
-from meshfold.planner.efficiency import Efficiency, Launches
+from meshfold.planner.efficiency import IN_PLACE, Efficiency, Launches
 from meshfold.planner.estimates import Times
 
 H200 = MACHINES["h200x8"]
@@ -78,6 +78,23 @@ def test_narrow_products_few_keys_and_slow_names_take_longer() -> None:
         20 * 1.1
     )  # a query's begin is as quick
     assert [took(Operator(0, 10**9, name=name)) for name in ("aten.gelu", "aten.add")] == pytest.approx([4, 1])
+
+
+def test_a_kernel_that_rewrites_logits_takes_its_reads_and_writes() -> None:
+    """Its bytes count once; a machine that has measured it knows better."""
+    head = torch.nn.Linear(8, 1000, bias=False, device="meta", dtype=torch.bfloat16)
+    with DryRun() as run, Work.counted(run) as counter:
+        linear_cross_entropy(
+            torch.empty(64, 8, dtype=torch.bfloat16, device="meta", requires_grad=True),
+            head.weight,
+            torch.empty(64, dtype=torch.int64, device="meta"),
+        ).backward()
+    [kernel] = [one for one in counter.counts if one.name in IN_PLACE]
+    assert kernel.bytes == pytest.approx(2 * 64 * 1000, rel=0.1)
+    seconds = kernel.bytes / H200.memory_rate
+    assert operator_seconds(kernel, H200, "bf16") == pytest.approx(seconds / 0.30 + H200.efficiency.start)
+    measured = replace(H200, efficiency=replace(H200.efficiency, by_name={kernel.name: 0.5}))
+    assert operator_seconds(kernel, measured, "bf16") == pytest.approx(2 * seconds + H200.efficiency.start)
 
 
 def test_an_operator_without_matmuls_takes_its_start_too() -> None:
