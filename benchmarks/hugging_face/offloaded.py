@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from benchmarks.peers.absent import AbsentError
 from benchmarks.peers.deepspeed_offload import settings_of
+from benchmarks.peers.sharded import clipped_step
 
 Step = Callable[[], Tensor]
 
@@ -80,17 +81,7 @@ def fsdp2(job: dict[str, Any], model: nn.Module, ids: Tensor) -> Step:
         for module in model.modules():
             for name, buffer in module.named_buffers(recurse=False):
                 setattr(module, name, buffer.cuda())
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.01, fused=True)
-
-    def step() -> Tensor:
-        loss: Tensor = model(input_ids=ids, labels=ids).loss
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
-    return step
+    return clipped_step(model, torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.01, fused=True), ids)
 
 
 def _take_all_cores() -> None:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that this file runs on its own
 
 from benchmarks.hugging_face import offloaded
+from benchmarks.peers.sharded import clipped_step
 
 Step = Callable[[], Tensor]
 
@@ -122,17 +123,7 @@ def fsdp2(job: dict[str, Any], *, liger: bool, compiled: bool) -> Step:
         fully_shard(layer, mp_policy=policy)
     fully_shard(model, mp_policy=policy)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.01, fused=torch.cuda.is_available())
-    ids = batch(job)
-
-    def step() -> Tensor:
-        loss: Tensor = model(input_ids=ids, labels=ids).loss
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
-    return step
+    return clipped_step(model, optimizer, batch(job))
 
 
 def ours(

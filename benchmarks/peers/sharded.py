@@ -1,4 +1,4 @@
-"""Steps of peers whose parameters are DTensors of several meshes: experts on one, everything else on another."""
+"""Steps of peers whose parameters are DTensors, of one mesh or of several: experts on one, everything else on another."""
 
 from __future__ import annotations
 
@@ -29,6 +29,20 @@ def clip(groups: list[list[Tensor]], most: float) -> Tensor:
     for group in groups:
         nn.utils.clip_grads_with_norm_(group, most, total)
     return total
+
+
+def clipped_step(model: Any, optimizer: torch.optim.Optimizer, ids: Tensor) -> Callable[[], Tensor]:
+    """Return a step of a model of transformers on its ids ``rows length``: forward, backward, clipping, the optimizer."""
+
+    def step() -> Tensor:
+        loss: Tensor = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
 
 
 def adamw_step(model: nn.Module, forward: Callable[[], Tensor]) -> Callable[[], Tensor]:
