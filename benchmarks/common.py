@@ -7,6 +7,7 @@ import json
 import math
 import platform
 import re
+import resource
 import secrets
 import statistics
 import subprocess
@@ -260,6 +261,11 @@ def package_versions(*names: str) -> dict[str, Any]:
         except PackageNotFoundError:
             found[name] = None
     return found
+
+
+def host_peak_bytes() -> int:
+    """Return the most host memory that this process had resident at a time, libraries and pinned memory included."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def synchronize() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.common import first_step_file, synchronize
+from benchmarks.common import first_step_file, host_peak_bytes, synchronize
 from benchmarks.kernel_times import host_of, kernels_of
 from benchmarks.peers.absent import AbsentError
 
@@ -114,7 +113,7 @@ def train(job: dict[str, Any], contestant: Callable[[dict[str, Any]], Step]) -> 
                         seconds=seconds,
                         first_step_s=first_step_s,
                         peak_bytes=peak,
-                        host_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+                        host_bytes=host_peak_bytes(),
                         losses=[float(each) for each in losses[:8]],
                         first=first,
                         last=last,

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import resource
 import subprocess
 import sys
 import time
@@ -25,7 +24,7 @@ import torch
 from torch import nn
 
 from benchmarks import reports
-from benchmarks.common import add_output, check_out, machine, median, synchronize, write
+from benchmarks.common import add_output, check_out, host_peak_bytes, machine, median, synchronize, write
 from benchmarks.power import PowerLog
 from benchmarks.zero_offload.decoder import SHAPES, WORDS, decoder
 
@@ -164,7 +163,7 @@ def run(name: str, options: argparse.Namespace) -> dict[str, Any]:
         "losses": losses[: options.steps + 2],
         "grad_norms": norms[: options.steps + 2],
         "gpu_peak_bytes": torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0,
-        "host_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "host_peak_bytes": host_peak_bytes(),
     }
 
 

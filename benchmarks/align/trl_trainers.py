@@ -7,7 +7,6 @@ parallelism in place of FSDP2.
 
 from __future__ import annotations
 
-import importlib
 import os
 import tempfile
 import threading
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.peers import absent
 from benchmarks.peers.absent import AbsentError
 
 VERSION = "1.16.0"
@@ -147,10 +147,7 @@ def settings_of(job: dict[str, Any], rows: int, zero: int | None = None, *, reco
 
 def _deepspeed(stage: int) -> dict[str, Any]:
     """Return DeepSpeed's settings: all state on GPUs, what accelerate knows filled in by it."""
-    try:
-        importlib.import_module("deepspeed")
-    except ImportError as error:
-        raise AbsentError("deepspeed is not installed: pip install deepspeed==0.19.8") from error
+    absent.deepspeed()
     return {
         "zero_optimization": dict(stage=stage, overlap_comm=True, contiguous_gradients=True),
         "zero_allow_untested_optimizer": True,

@@ -5,19 +5,16 @@ No limit of GPU memory holds for them: the table says what they took.
 
 from __future__ import annotations
 
-import importlib
 import os
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from benchmarks.peers.absent import AbsentError
+from benchmarks.peers import absent
 from benchmarks.peers.deepspeed_offload import settings_of
 from benchmarks.peers.sharded import clipped_step
-
-Step = Callable[[], Tensor]
+from benchmarks.timed_training import Step
 
 
 def deepspeed(job: dict[str, Any], model: nn.Module, ids: Tensor) -> Step:
@@ -29,16 +26,13 @@ def deepspeed(job: dict[str, Any], model: nn.Module, ids: Tensor) -> Step:
         ids: this rank's ``rows length``.
 
     Raises:
-        AbsentError: without DeepSpeed.
+        AbsentError: without DeepSpeed, or for another dtype than bfloat16.
     """
-    try:
-        library: Any = importlib.import_module("deepspeed")
-    except ImportError as error:
-        raise AbsentError("deepspeed is not installed: pip install deepspeed==0.19.8") from error
+    library = absent.deepspeed()
+    if job["dtype"] != "bfloat16":
+        raise absent.AbsentError(f"DeepSpeed keeps masters beside weights in bfloat16; this work is in {job['dtype']}")
     _take_all_cores()
     library.init_distributed("nccl" if torch.cuda.is_available() else "gloo")
-    if job["dtype"] != "bfloat16":
-        raise AbsentError(f"DeepSpeed keeps masters beside weights in bfloat16; this work is in {job['dtype']}")
     model.gradient_checkpointing_enable(dict(use_reentrant=False))  # type: ignore[operator]
     engine = library.initialize(
         model=model, model_parameters=list(model.parameters()), config=settings_of(len(ids), lr=1e-4)

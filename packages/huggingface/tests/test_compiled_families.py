@@ -68,9 +68,7 @@ def compare(kind: str, parallel: dict[str, Any], recompute: str | None = None) -
     for name, value in weights.items():
         torch.testing.assert_close(ours[name], value, rtol=1e-7, atol=1e-9, msg=f"{parallel} {name}")
     assert graphs[1] >= 1
-    if (
-        recompute == "auto"
-    ):  # a plan that measured steps correct recomputes other blocks, whose forward has no gradients
+    if recompute == "auto":  # a plan that measured steps correct recomputes others, whose forward has no gradients
         assert graphs[-1] <= 2, graphs
     elif kind != "mixtral":  # its experts get other numbers of tokens in every step
         assert graphs[1:] == [graphs[1]] * (STEPS - 1), graphs

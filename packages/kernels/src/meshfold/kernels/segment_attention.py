@@ -307,9 +307,8 @@ def _found(number: Tensor, q: Tensor, k: Tensor, v: Tensor) -> tuple[PackedSegme
 
 @torch.library.custom_op("meshfold::segments_seen", mutates_args=())
 def _seen_numbered(q: Tensor, k: Tensor, number: Tensor) -> Tensor:
-    return (
-        _of_rows(numbered_segments(number), q, k).seen().clone()
-    )  # compiled code may write into what an operator returns
+    # Compiled code may write into what an operator returns.
+    return _of_rows(numbered_segments(number), q, k).seen().clone()
 
 
 @_seen_numbered.register_fake

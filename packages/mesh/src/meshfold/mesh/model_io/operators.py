@@ -114,7 +114,10 @@ class OperatorCounter(TorchDispatchMode):
             self._is_repeating = before
 
     def as_one(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the function, whose operators count as one that reads its arguments and writes what it returns or changes."""
+        """Return the function, whose operators count as one that reads its arguments and writes what it returns.
+
+        The bytes of each tensor count once, also of one that it reads and overwrites.
+        """
 
         def run(*args: Any, **kwargs: Any) -> Any:
             if self._inside is not None:
