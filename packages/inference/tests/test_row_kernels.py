@@ -267,6 +267,10 @@ def fused_on_ranks(kinds: list[str]) -> list[Any]:
             generator.generate(prompts(6), sampling=GREEDY)  # more rows than are fused
             runner._check()
             found.append((one, calls, three, many, len(plain.calls) - before, runner.sums is not None))
+            runner.row_kernels = RowKernels(engine.model, head_of(engine.model), split_norms=False)
+            plain.left = 0
+            assert generator.generate([prompts(2)[1]], sampling=GREEDY).tokens == one
+            assert plain.left == 0  # sums compute all norms
             with pytest.raises(SpecError, match="GPUs"):
                 OneShot(runner.sums.group, 32, torch.float32, torch.device("cpu"))
 

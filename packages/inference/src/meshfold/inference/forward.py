@@ -43,6 +43,9 @@ from meshfold.tensor_parallel.few_rows import (
 SUMS = ("packets", "flags", "collectives")
 """How few rows are summed over the GPUs of a machine: data and flag in one word, if very few; flags behind the data; by NCCL."""
 _CHECK = Sampling(max_new_tokens=1)
+NORMS_IN_SUMS = 2
+"""Most ranks whose sums compute the norms after them. Products of more ranks do: each is shorter, so a norm costs it less than
+one program that sums a whole row."""
 
 
 @contextmanager
@@ -265,9 +268,10 @@ class PagedForward:
         if reason:
             self.without = dict(row_kernels=reason, sums=reason)
             return
-        self.row_kernels = RowKernels(self.model, head_of(self.model))
         self._take_sums(sums)
         group = None if self.sums is None else self.sums.group
+        split_norms = group is None or group.size > NORMS_IN_SUMS
+        self.row_kernels = RowKernels(self.model, head_of(self.model), split_norms=split_norms)
         choose_row_programs(self.row_kernels, self.pool.layers[0].dtype, group, self.device)
 
     def _take_sums(self, sums: str) -> None:

@@ -63,12 +63,14 @@ class RowKernels:
         ranks: of the model; None if they are not known.
     """
 
-    def __init__(self, model: nn.Module, head: nn.Module | None) -> None:
+    def __init__(self, model: nn.Module, head: nn.Module | None, *, split_norms: bool = True) -> None:
         """Args:
         model: its linear layers may be split over ranks.
         head: makes logits; None if it is not known.
+        split_norms: products of split layers compute the norm before them, too. Else the sum before it does.
         """
         self.ranks = ranks_of(model)
+        self._split_norms = split_norms
         self._forwards: dict[nn.Module, Callable[..., Any]] = {}
         self._norms: dict[nn.Module, nn.Module] = {}  # of each layer that takes one into its product
         self._gated: dict[nn.Module, tuple[str, ...]] = {}  # names of the layers of MLPs
@@ -128,7 +130,8 @@ class RowKernels:
         if not isinstance(norm, nn.Module) or gain_of(norm) is None:
             return
         layers = [submodule(block, reader) for reader in readers]
-        if all(layer is not None and _reads_rows(layer) for layer in layers):
+        is_taken = _reads_rows if self._split_norms else _is_plain
+        if all(layer is not None and is_taken(layer) for layer in layers):
             self._norms.update({layer: norm for layer in layers if layer is not None})
 
     def _linear(self, layer: nn.Module, x: Tensor) -> Tensor:
@@ -267,6 +270,11 @@ def sharded_layer(layer: Linear) -> RowWeight | None:
 def _operands(module: nn.Module) -> RowWeight | None:
     """Return the operands of a layer, split over ranks or not, that the kernels take; None for any other."""
     return sharded_layer(module) if isinstance(module, Linear) else _layer(module)
+
+
+def _is_plain(layer: nn.Module) -> bool:
+    """Return True for a layer that the kernels take, and that is not split over ranks."""
+    return _layer(layer) is not None
 
 
 def _reads_rows(layer: nn.Module) -> bool:
