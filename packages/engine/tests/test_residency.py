@@ -227,6 +227,48 @@ def test_steps_that_count_alike_are_made_speculatively() -> None:
         engine.close()
 
 
+def test_a_host_with_memory_for_some_copies_makes_some_steps_speculatively(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: list[int] = []
+    wanted = trained(dict(stage=3, placement="cuda"), steps=6, clip_grad_norm=1e3)
+    monkeypatch.setattr(MeasuredPlans, "_room_for_copies", lambda plans, made: plans._bytes_of_copies(made) // 2)
+    with expecting(SPLIT_STEP, SPECULATIVE_STEP), kept_speculative(kept):
+        found = trained(dict(gpu_memory_limit=10 * MiB), steps=6, clip_grad_norm=1e3)
+    assert_same(found, wanted)
+    plan = residency(found[2]).plan
+    assert plan is not None and plan.strategy == SPECULATIVE_STEP and plan.workload.shadow_copies is not None
+    with_copy = [one for one in plan.chunks[: plan.workload.shadow_copies] if one.state == "host"]
+    assert kept[:2] == [0, 0] and set(kept[2:]) == {len(with_copy)}
+    assert 0 < plan.copied_elems < plan.host_elems and "shadow copies of " in str(plan)
+    for engine in (wanted[2], found[2]):
+        engine.close()
+
+
+def test_what_cuda_takes_is_no_memory_of_a_plan_nor_of_the_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, free, reserved = torch.device("cuda", 0), [0], 20 * 2**30
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free[0], 64 * 2**30))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: reserved)
+    monkeypatch.setattr(measured_plans, "channel_bytes", lambda: 3 * MiB)
+    for taken, counted in ((1024, 1024), (100, 603), (9000, 1283)):  # a measurement; too little; another process
+        free[0] = 44 * 2**30 - taken * MiB
+        assert measured_plans.outside_bytes(device) == counted * MiB
+    assert measured_plans.outside_bytes(torch.device("cpu")) == 0
+
+    capped: list[int | None] = []
+    real = residency_module.limit_allocator
+
+    def noted(device: torch.device, limit: int | None) -> Any:
+        capped.append(limit)
+        return real(device, limit)
+
+    monkeypatch.setattr(residency_module, "limit_allocator", noted)
+    monkeypatch.setattr(measured_plans, "outside_bytes", lambda device: 2 * MiB)
+    engine = trained(dict(gpu_memory_limit=12 * MiB), steps=3)[2]
+    plan = residency(engine).plan
+    assert plan is not None and capped[:2] == [None, 10 * MiB]
+    assert plan.limits.gpu_bytes == int(10 * MiB * (1 - residency_module.ALLOCATOR_MARGIN))
+    engine.close()
+
+
 def test_steps_that_clip_are_not() -> None:
     engine = engine_of(dict(gpu_memory_limit=10 * MiB), clip_grad_norm=1e-3)
     generator = torch.Generator().manual_seed(0)
@@ -251,13 +293,16 @@ def test_copies_are_no_reason_to_fill_a_host(monkeypatch: pytest.MonkeyPatch) ->
     copies = 12 * sum(cost.elems for cost in plan.workload.chunks if cost.name in there)
     for free in (2 * copies, 2 * copies - 1):
         monkeypatch.setattr(measured_plans, "free_host_bytes", lambda free=free: free)
-        assert plans._has_room_for_copies(plan) == (free == 2 * copies)
+        assert plans._bytes_of_copies(plan) == copies and plans._room_for_copies(plan) == free // 2
         with expecting(SPECULATIVE_STEP):
             again = plans.plan(plan.workload, plan.machine, shrunk=0.0)
-        assert again.strategy == (SPECULATIVE_STEP if free == 2 * copies else SPLIT_STEP)
+        if free == 2 * copies:
+            assert again.strategy == SPECULATIVE_STEP and again.workload.shadow_copies is None
+        else:  # as many as there is room for, if any
+            assert plans._bytes_of_copies(again) <= free // 2
     for left in (copies, copies - 1):
         group = replace(plan.machine, host_bytes=plan.peak_host_bytes + left)
-        assert plans._has_room_for_copies(replace(plan, machine=group)) == (left == copies)
+        assert plans._room_for_copies(replace(plan, machine=group)) == (copies + left) // 2
     engine.close()
     measuring._rates.cache_clear()
 

@@ -31,8 +31,7 @@ from meshfold.zero_gemini.planner import (
     timeline,
 )
 from meshfold.zero_gemini.planner.memory import KINDS, gpu_kinds
-from meshfold.zero_gemini.planner.policies import recost
-from meshfold.zero_gemini.planner.result import options_of
+from meshfold.zero_gemini.planner.result import options_of, recost
 
 sys.path.append(str(Path(__file__).parent))
 from planner_cases import stack

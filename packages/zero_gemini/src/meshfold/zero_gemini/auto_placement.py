@@ -79,8 +79,11 @@ def carry_out(gemini: Gemini, plan: Plan, *, moves: bool = True) -> None:
         )
     gemini.gather_by(() if workload.ready is None else workload.units, workload.ready or ())
     streams = plan.machine.gpu_streaming > 0 and any(one.state == "host" for one in plan.chunks)
-    gemini.stream_on_gpu(streams, halves=plan.strategy == SPLIT_STEP_ON_DEVICE)
-    gemini.step_speculatively(plan.strategy == SPECULATIVE_STEP)
+    copied = workload.shadow_copies  # None: all chunks
+    is_speculative = plan.strategy == SPECULATIVE_STEP
+    halves = plan.strategy == SPLIT_STEP_ON_DEVICE or (is_speculative and copied is not None)
+    gemini.stream_on_gpu(streams, halves=halves)
+    gemini.step_speculatively(is_speculative, chunks=[chunks[int(one.name)] for one in plan.chunks[:copied]])
     limit, device = plan.limits.gpu_bytes, gemini.memory.device
     if device.type == "cpu" and limit is not None:  # nothing else enforces the limit
         gemini.memory.compute.budget_bytes = limit - min(workload.non_model_bytes)

@@ -79,5 +79,7 @@ def observed_under(plan: Plan, timings: Mapping[StepKind, StepTiming]) -> Machin
     """
     regime, passed = plan.workload.regime, 0.0
     if plan.machine.gpu_streaming:
-        passed = regime.first_pass if plan.strategy == SPLIT_STEP_ON_DEVICE else regime.step
+        split = plan.strategy == SPLIT_STEP_ON_DEVICE or plan.workload.shadow_copies is not None
+        whole = plan.copied_elems / max(1, plan.host_elems) if split else 1.0  # fraction that is stepped in one part
+        passed = whole * regime.step + (1 - whole) * regime.first_pass
     return with_observed_rates(plan.machine, regime, timings, passed=passed)

@@ -20,7 +20,7 @@ stays so).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -252,18 +252,20 @@ class AdamStepper(AdamValues):
 
     # -- speculative steps -----------------------------------------------------------------------------------------------
 
-    def keep_second_copies(self, yes: bool) -> bool:
-        """Allocate or free the shadow copies of chunks whose state is in host memory. No step may be pending.
+    def keep_second_copies(self, of: Collection[Chunk]) -> bool:
+        """Allocate the shadow copies of these chunks, if their state is in host memory, and free those of others. No step may be
+        pending.
 
         Returns:
             True if there are some; none are made if memory does not suffice for all.
         """
         self.drop_speculative()
+        chosen = set(of)
         try:
-            for held in self._held.values():
-                held.keep_second(yes)
+            for chunk, held in sorted(self._held.items(), key=lambda pair: pair[0] in chosen):  # free first
+                held.keep_second(chunk in chosen)
         except OutOfBudget:
-            return self.keep_second_copies(False)
+            return self.keep_second_copies(())
         return any(held.second is not None for held in self._held.values())
 
     def begin_speculative(self) -> None:

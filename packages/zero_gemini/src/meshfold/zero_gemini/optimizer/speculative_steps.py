@@ -8,8 +8,11 @@ If the factor is right, the copy is kept; else it is dropped, and the chunk is s
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from torch import Tensor
 
+from meshfold.zero_gemini.chunks.chunk import Chunk
 from meshfold.zero_gemini.chunks.gradient import ChunkGradient
 from meshfold.zero_gemini.optimizer import AdamStepper
 
@@ -34,13 +37,13 @@ class SpeculativeSteps:
         self._sums: dict[ChunkGradient, int] = {}  # number of sums of each gradient when it was stepped
         self.alike = 0
 
-    def turn(self, on: bool) -> bool:
-        """Allocate or free shadow copies. No step may be pending.
+    def keep_copies(self, of: Collection[Chunk]) -> bool:
+        """Allocate the shadow copies of these chunks, and free those of others. No step may be pending.
 
         Returns:
             True if there are shadow copies; False also if the host has no memory for them.
         """
-        self._on = self._stepper.keep_second_copies(on)
+        self._on = self._stepper.keep_second_copies(of)
         return self._on
 
     @property

@@ -36,13 +36,12 @@ from meshfold.zero_gemini.planner.policies import (
     exhaustive,
     on_device,
     plan,
-    recost,
     static,
 )
 from meshfold.zero_gemini.planner.rates import H200, GiB, KiB, Machine, MiB
 from meshfold.zero_gemini.planner.refuse import DoesNotFit
 from meshfold.zero_gemini.planner.regimes import REGIMES, Regime, gradient_dtype
-from meshfold.zero_gemini.planner.result import ChunkPlan, LayerPlan, Plan, Term
+from meshfold.zero_gemini.planner.result import ChunkPlan, LayerPlan, Plan, Term, recost
 from meshfold.zero_gemini.planner.timeline import Timestep, chrome_trace, draw, timeline
 from meshfold.zero_gemini.planner.workload import ChunkCost, Layer, Limits, Workload
 

@@ -12,10 +12,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from meshfold.zero_gemini.planner.memory import gather_windows
-from meshfold.zero_gemini.planner.options import SPECULATIVE_STEP
+import numpy as np
+
+from meshfold.zero_gemini.planner.memory import gather_windows, has_shadow_copy
 from meshfold.zero_gemini.planner.rates import Machine
-from meshfold.zero_gemini.planner.result import Plan
+from meshfold.zero_gemini.planner.result import Plan, options_of
 from meshfold.zero_gemini.planner.workload import Limits, Workload
 from meshfold.zero_gemini.prefetch import ready_in_time
 
@@ -79,9 +80,10 @@ def _waits(made: Plan, ready: tuple[int, ...] | None) -> list[tuple[float, float
     half, width = workload.forward_timesteps, workload.regime.parameter
     assert workload.timestep_seconds is not None  # asked by the callers
     lasts = _seconds(made)
-    early = made.strategy == SPECULATIVE_STEP and workload.data_ranks == 1
+    options = options_of(made).chunks
+    ahead = has_shadow_copy(workload, made.strategy)[np.arange(len(options)), options] & (workload.data_ranks == 1)
     copies: list[tuple[int, int, float]] = []  # begin, use, seconds
-    for chunk, placed in zip(workload.chunks, made.chunks, strict=True):
+    for chunk, placed, early in zip(workload.chunks, made.chunks, ahead.tolist(), strict=True):
         copy = width * chunk.elems / machine.h2d
         if placed.parameters != "host":
             if early and placed.state == "host":  # what the host has stepped

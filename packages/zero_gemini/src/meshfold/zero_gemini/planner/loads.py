@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from meshfold.zero_gemini.planner.memory import gather_windows
-from meshfold.zero_gemini.planner.options import PARAMETERS, SPLIT_STEP_ON_DEVICE, STATE, Floats
+from meshfold.zero_gemini.planner.memory import gather_windows, has_shadow_copy
+from meshfold.zero_gemini.planner.options import PARAMETERS, SPECULATIVE_STEP, SPLIT_STEP_ON_DEVICE, STATE, Floats
 from meshfold.zero_gemini.planner.rates import Machine
 from meshfold.zero_gemini.planner.workload import ChunkCost, Workload
 
@@ -33,9 +33,14 @@ class Loads:
         self.down = regime.gradient * self.elems
         self.disk = regime.state * elems * train * disk
         self.split = elems * train * (off - disk)
-        self.cores, self.beside = self._host_share(strategy)
+        self.copied = has_shadow_copy(workload, strategy)
+        # True if the device writes no moments of chunks that step in halves.
+        halves = strategy == SPLIT_STEP_ON_DEVICE or (
+            strategy == SPECULATIVE_STEP and workload.shadow_copies is not None
+        )
+        self.cores, self.beside = self._host_share(halves=halves)
         # Fraction of elements whose moments the cores write.
-        self.moments = 1.0 if strategy == SPLIT_STEP_ON_DEVICE else self.cores
+        self.moments = 1.0 if halves else self.cores
         self.gpu_step = regime.step * elems * train * (1 - off) / machine.gpu_memory
         self.forward = np.array([chunk.forward_seconds for chunk in chunks])
         self.backward = np.array([chunk.backward_seconds for chunk in chunks])
@@ -107,13 +112,18 @@ class Loads:
             reduced += workload.collected(chunk) * others * chunk.trainable
         return width * forward / rate, width * backward / rate, reduced / rate
 
-    def _host_share(self, strategy: str) -> tuple[float, float]:
+    def first_halves(self) -> Floats:
+        """Return the host-memory bytes of the first halves of the host's steps, at the cores' rate without streaming."""
+        bytes_: Floats = self.regime.first_pass * self.cores * self.split * self.machine.host_memory / self.beside
+        return bytes_
+
+    def _host_share(self, *, halves: bool) -> tuple[float, float]:
         """Return the cores' fraction of the host's steps before a forward, and their host-memory bytes/s during it."""
         machine, regime = self.machine, self.regime
         if not machine.gpu_streaming:
             return 1.0, machine.host_memory
         cores = machine.host_memory_while_streaming / regime.first_pass
-        passed = regime.first_pass if strategy == SPLIT_STEP_ON_DEVICE else regime.step
+        passed = regime.first_pass if halves else regime.step
         # Uploads limit the device's share: for each element its state and gradient, and a stepped parameter.
         most = machine.h2d / ((regime.step + regime.gradient) / 2 + regime.parameter)
         return cores / (cores + min(machine.gpu_streaming / passed, most)), machine.host_memory_while_streaming

@@ -13,6 +13,7 @@ from meshfold.zero_gemini.planner.options import (
     GPU_ONLY,
     SPECULATIVE_STEP,
     WITH_DISK,
+    Bools,
     Builder,
     Floats,
     Ints,
@@ -110,16 +111,28 @@ def host_and_disk_bytes(workload: Workload, strategy: str) -> tuple[Floats, Floa
         dtype=elems.dtype,
     )
     held = np.ceil(regime.gradient * summed) * trainable * held_on_host(workload)
-    copies = 2 if strategy == SPECULATIVE_STEP else 1
+    copies = 1 + has_shadow_copy(workload, strategy)
     host, disk = np.zeros((len(elems), 5)), np.zeros((len(elems), 5))
-    host[:, (1, 2)] = (copies * (plane + state) + held)[:, None]
-    host[:, (3, 4)] = (copies * plane + held)[:, None]
-    disk[:, (3, 4)] = (copies * state)[:, None]
+    host[:, (1, 2)] = copies[:, (1, 2)] * (plane + state)[:, None] + held[:, None]
+    host[:, (3, 4)] = copies[:, (3, 4)] * plane[:, None] + held[:, None]
+    disk[:, (3, 4)] = copies[:, (3, 4)] * state[:, None]
     # a frozen chunk has one plane, on the GPU or on the host
     host[:, (1, 3)] *= trainable[:, None]
     streamed = plane if workload.stage == 3 else np.zeros_like(plane)
     host[:, (2, 4)] = np.where(trainable[:, None], host[:, (2, 4)], streamed[:, None])
     return workload.ranks_per_host * host, workload.ranks_per_host * disk
+
+
+def has_shadow_copy(workload: Workload, strategy: str) -> Bools:
+    """Return whether a chunk's state has a shadow copy: chunk option.
+
+    If only some chunks have one, none on disk has.
+    """
+    found = np.full((len(workload.chunks), 5), strategy == SPECULATIVE_STEP)
+    if workload.shadow_copies is not None:
+        found[workload.shadow_copies :] = False
+        found[:, (3, 4)] = False
+    return found
 
 
 def held_on_host(workload: Workload) -> bool:

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
 
 STATE = ("gpu", "host", "host", "disk", "disk")
 """where the optimizer state of each option lives"""

@@ -26,8 +26,9 @@ from meshfold.zero_gemini.planner.options import (
 from meshfold.zero_gemini.planner.problem import Case
 from meshfold.zero_gemini.planner.rates import Machine
 from meshfold.zero_gemini.planner.refuse import refusal, size
-from meshfold.zero_gemini.planner.result import Plan, build, canonical, options_of, problem_of
+from meshfold.zero_gemini.planner.result import Plan, build, canonical, problem_of
 from meshfold.zero_gemini.planner.search import Best, exhaustive_search, search
+from meshfold.zero_gemini.planner.shadow_copies import with_shadow_copies
 from meshfold.zero_gemini.planner.workload import Limits, Workload
 
 NEAR = 1.05
@@ -39,13 +40,15 @@ MOST_PLANS = 10**9
 def plan(workload: Workload, machine: Machine, limits: Limits | None = None) -> Plan:
     """Return the fastest plan within the limits: optimizer state, parameters, activations and clipping decided together.
 
-    When gathers begin is decided anew, whatever a plan of the same workload has decided before: less memory may be left now.
+    When gathers begin and which chunks have shadow copies is decided anew, whatever a plan of the same workload has decided before:
+    less memory may be left now.
 
     Raises:
         MemoryPlanError: if nothing fits; it names the smallest GPU and host bytes with which something does.
     """
-    case = _case(replace(workload, ready=None), machine, limits)
-    return with_copies_ahead(_plan(case, search(case)), _found_within)
+    case = _case(_undecided(workload), machine, limits)
+    found = with_shadow_copies(_plan(case, search(case)), _found_within)
+    return with_copies_ahead(found, _found_within)
 
 
 def automatic(workload: Workload, machine: Machine, limits: Limits | None = None) -> Plan:
@@ -59,7 +62,7 @@ def automatic(workload: Workload, machine: Machine, limits: Limits | None = None
     """
     found = plan(workload, machine, limits)
     try:
-        simple = on_device(replace(workload, ready=None), machine, limits)
+        simple = on_device(_undecided(workload), machine, limits)
     except MemoryPlanError:
         return found
     return replace(simple, policy="auto") if simple.seconds <= NEAR * found.seconds else found
@@ -207,20 +210,13 @@ def evaluate_placement(
     return _fixed(policy, workload, machine, limits, chunks, ())
 
 
-def recost(made: Plan, workload: Workload, machine: Machine) -> Plan:
-    """Return the same choice with the bytes and seconds of another workload and machine.
-
-    Args:
-        made: the plan.
-        workload: of as many chunks and layers.
-        machine: with other rates.
-    """
-    case = Case(workload=workload, machine=machine, limits=made.limits)
-    return build(case, made.strategy, options_of(made), policy=made.policy)
-
-
 def _case(workload: Workload, machine: Machine, limits: Limits | None) -> Case:
     return Case(workload=workload, machine=machine, limits=(limits or Limits()).on(machine))
+
+
+def _undecided(workload: Workload) -> Workload:
+    """Return the workload without what a plan decides of it."""
+    return replace(workload, ready=None, shadow_copies=None)
 
 
 def _found_within(workload: Workload, machine: Machine, limits: Limits) -> Plan | None:
@@ -245,6 +241,7 @@ def _fixed(
     kept: Collection[str],
 ) -> Plan:
     """Return the plan of a fixed choice, with the fastest clipping strategy that fits."""
+    workload = replace(workload, shadow_copies=None)
     case = _case(workload, machine, limits)
     names = [layer.name for layer in workload.layers]
     for name in kept:
@@ -258,7 +255,7 @@ def _fixed(
         if problem_of(case, strategy, choice).fits(choice)
     ]
     if plans:
-        return min(plans, key=lambda made: made.seconds)
+        return with_shadow_copies(min(plans, key=lambda made: made.seconds), lambda *_: None)
     wanted = build(case, case.strategies()[0], choice, policy=policy)
     peaks = (wanted.peak_gpu_bytes, wanted.peak_host_bytes, wanted.peak_disk_bytes)
     over = [

@@ -114,6 +114,8 @@ class Case:
         found = self.workload.strategies
         if self.workload.steps_at_once:
             return (SPLIT_STEP,)
+        if self.workload.shadow_copies is not None:
+            return (SPECULATIVE_STEP,)
         if found is None:
             found = (SPLIT_STEP, SPECULATIVE_STEP) if self.workload.clipping else (NONE,)
         return (*found, SPLIT_STEP_ON_DEVICE) if SPLIT_STEP in found and self.machine.gpu_streaming else found

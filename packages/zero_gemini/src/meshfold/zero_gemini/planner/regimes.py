@@ -24,7 +24,7 @@ class Regime:
     second_pass: float
     """read and written by the pass that writes the moments afterwards."""
     overwritten: float = 0.0
-    """also read by a pass into a second copy: its old values, which caches load before they are overwritten."""
+    """also read by a pass into a shadow copy: its old values, which caches load before they are overwritten."""
     disk_reads: int = 1
     """times that a step reads state on disk; it writes it once."""
     ours: bool = True

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from meshfold.zero_gemini.planner.memory import has_shadow_copy
 from meshfold.zero_gemini.planner.options import (
     ALL_GPU,
     DISK_RESIDENT,
@@ -104,6 +105,13 @@ class Plan:
         return sum(chunk.elems for chunk, made in pairs if made.state == "host")
 
     @property
+    def copied_elems(self) -> int:
+        """Elements whose optimizer state has a shadow copy in the host's memory."""
+        copied: list[bool] = has_shadow_copy(self.workload, self.strategy)[:, HOST_STREAMED].tolist()
+        pairs = zip(self.workload.chunks, self.chunks, copied, strict=True)
+        return sum(chunk.elems for chunk, made, has_copy in pairs if has_copy and made.state == "host")
+
+    @property
     def binding(self) -> tuple[str, ...]:
         """The term that decides how long each phase takes, as ``phase: term``."""
         return tuple(f"{term.phase}: {term.name}" for term in self.terms if term.binds)
@@ -186,6 +194,18 @@ def build(case: Case, strategy: str, choice: Choice, *, policy: str, proved: boo
         disk_bytes=(memory[-1],) * workload.timesteps,
         proved=proved,
     )
+
+
+def recost(made: Plan, workload: Workload, machine: Machine) -> Plan:
+    """Return the same choice with the bytes and seconds of another workload and machine.
+
+    Args:
+        made: the plan.
+        workload: of as many chunks and layers.
+        machine: with other rates.
+    """
+    case = Case(workload=workload, machine=machine, limits=made.limits)
+    return build(case, made.strategy, options_of(made), policy=made.policy)
 
 
 def _gradients(workload: Workload, state: str) -> str:

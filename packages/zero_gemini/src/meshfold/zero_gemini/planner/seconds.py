@@ -37,6 +37,10 @@ per step, each later one adds a forward and a backward in which nothing is stepp
 form and q of the second, with the wasted step in its backward; q is the share of steps that clip. There too the device steps a
 share of the host's chunks, in proportion to the rates of device and cores.
 
+If only some chunks have shadow copies, the first ones have them (:mod:`meshfold.zero_gemini.planner.shadow_copies`). Such a step is
+one phase. The cycle through a chunk without a copy begins at the norm, or
+at the first gradient of the copied chunks, whose steps go before it.
+
 Optimizers that step all chunks in one call hide nothing of it: a phase of its own between backward and forward
 (``Workload.steps_at_once``).
 """
@@ -98,6 +102,9 @@ def seconds_table(workload: Workload, machine: Machine, strategy: str) -> tuple[
         close("forward", 1.0)
         _stepped_backward(build, loads)
         close("backward", 1.0)
+    elif strategy == SPECULATIVE_STEP and workload.shadow_copies is not None:
+        _partly_overlapped(build, loads)
+        close("step", 1.0)
     elif strategy == NONE or (strategy == SPECULATIVE_STEP and q < 1):
         _overlapped(build, loads, strategy)
         close("step", 1.0 if strategy == NONE else 1 - q)
@@ -150,6 +157,69 @@ def _overlapped(build: Builder, loads: Loads, strategy: str) -> None:
     for resource, work in (("host", host), ("disk", loads.disk_seconds())):
         chunk = on_gpu + work[:, :, None] * inside.T[:, None, :] + copies + loads.own()
         build.add(*_tails(loads, resource), base=path, chunk=chunk, layer=recompute)
+
+
+def _partly_overlapped(build: Builder, loads: Loads) -> None:
+    """Add one phase: the host's chunks with a shadow copy are stepped during the backward, the others in halves after it."""
+    machine, regime, down, copied = loads.machine, loads.regime, loads.down, loads.copied
+    seconds, through = loads.out_of_place()
+    speculative = seconds * copied * machine.host_memory
+    # The cores' rate during streaming was measured with the upload of stepped parameters included.
+    split = loads.split * ~copied
+    within = np.minimum(loads.up_forward, regime.parameter * split * (machine.gpu_streaming > 0))
+    first = (loads.first_halves() - within + regime.step * (loads.elems - loads.split)) * ~copied
+    moments = regime.second_pass * loads.moments * split
+    if machine.moments_memory:
+        moments = moments * machine.host_memory / machine.moments_memory
+    passed, halved = through * copied, (1 - loads.cores) * split
+    compute = loads.forward.sum() + loads.backward.sum()
+    early = loads.renewed_ahead if loads.workload.data_ranks == 1 else loads.renewed
+    renewed = np.where(copied, early, loads.renewed)
+    exposed = loads.gpu_step + np.maximum(renewed, loads.waits_forward) + loads.waits_backward
+    build.add("compute", base=compute, chunk=exposed, layer=loads.recompute)
+    _beside(
+        build,
+        loads,
+        up=loads.up_forward + loads.up_backward,
+        step=speculative + first + moments,
+        disk=loads.disk,
+        through=(
+            (regime.step + regime.gradient) / 2 * (passed + halved),
+            (regime.step - regime.gradient) / 2 * passed,
+        ),
+    )
+    build.add("collectives", base=loads.gather_forward + loads.gather_backward + loads.reduce)
+    due, done = loads.first, loads.done
+    sooner = due[None, :] <= due[:, None]  # [k, j]: j is due no later than k
+    inside = sooner & (done[None, :] >= done[:, None])
+    fresh = regime.parameter * loads.elems
+    traffic = (fresh + down + loads.disk_traffic()) / machine.host_memory
+    ours = np.maximum(speculative / machine.host_memory + traffic, loads.cpu()) * copied
+    others = np.maximum(first / machine.host_memory + traffic, np.maximum(loads.cpu_of(first), loads.disk_seconds()))
+    others = others * ~copied
+    copies = loads.copies_after(loads.renewed if loads.starts is None else renewed)
+    forward = loads.forward_from_use()
+    gradient = loads.backward_to_gradient()
+    has_copy = np.arange(len(due)) < (loads.workload.shadow_copies or 0)
+    recompute = loads.recompute[:, :, None] * (loads.recompute_at[:, None] <= done[None, :])[:, None, :]
+    by_host = ours[:, :, None] * inside.T[:, None, :] + copies + loads.own()
+    rows = [name for name, copy in zip(_tails(loads, "host"), has_copy, strict=True) if copy]
+    build.add(*rows, base=(forward + gradient)[has_copy], chunk=by_host[..., has_copy], layer=recompute[..., has_copy])
+    last = [name for name, copy in zip(_tails(loads, "norm"), has_copy, strict=True) if not copy]
+    after = others[:, :, None] * sooner.T[:, None, :] + copies + loads.own()
+    base, late = forward + loads.backward.sum(), ~has_copy
+    build.add(
+        *last, base=base[late], chunk=after[..., late], layer=np.repeat(loads.recompute[..., None], late.sum(), -1)
+    )
+    if has_copy.any():  # all their steps between the first of their gradients and the steps of the others
+        begin = int(np.flatnonzero(has_copy)[done[has_copy].argmin()])
+        before = [name for name, copy in zip(_tails(loads, "copies"), has_copy, strict=True) if not copy]
+        build.add(
+            *before,
+            base=forward[late] + gradient[begin],
+            chunk=after[..., late] + ours[:, :, None],
+            layer=np.repeat(recompute[..., begin : begin + 1], late.sum(), -1),
+        )
 
 
 def _beside(
@@ -221,9 +291,7 @@ def _forward(build: Builder, loads: Loads, strategy: str) -> None:
     machine, regime = loads.machine, loads.regime
     halves = strategy in (SPLIT_STEP, SPLIT_STEP_ON_DEVICE)
     split = loads.split if halves else np.zeros_like(loads.split)
-    # in bytes at the cores' rate without streaming
-    split_bytes = regime.first_pass * loads.cores * split * machine.host_memory / loads.beside
-    step = regime.step * (loads.elems - split) + split_bytes
+    step = regime.step * (loads.elems - split) + (loads.first_halves() if halves else 0.0)
     cpu = loads.cpu_of(step) if halves else loads.cpu()
     up = loads.up_forward
     # The cores' rate during streaming was measured with the upload of stepped parameters included.

@@ -155,6 +155,9 @@ class Workload:
     """not counting these, in which next to nothing is computed (:mod:`meshfold.zero_gemini.prefetch`)."""
     ready: tuple[int, ...] | None = None
     """for every timestep the one from which on data used there is on the GPU; None: ``prefetch_timesteps`` before it."""
+    shadow_copies: int | None = None
+    """chunks, the first ones, whose state on the host has a shadow copy in a speculative step; the others are stepped once the norm
+    is known. None: all have one."""
     in_order: bool = True
     """units run in the order of the timesteps, in every micro-step: those of a pipeline do not."""
     reshards: bool = True
@@ -216,6 +219,11 @@ class Workload:
         if min(self.data_ranks - 1, self.prefetch_timesteps, self.drain_timesteps, self.tokens - 1) < 0:
             raise SpecError(f"workload {self.name!r}: data_ranks and tokens are at least 1, timesteps at least 0")
 
+        if self.shadow_copies is not None and (self.clip_probability or not self.clipping):
+            raise SpecError(
+                f"workload {self.name!r}: shadow_copies={self.shadow_copies} is only for steps with clipping=True that do not "
+                f"clip: clip_probability=0.0, not {self.clip_probability}"
+            )
         known = set(STRATEGIES) - {NONE} if self.clipping else {NONE}
         if self.strategies is not None and not (self.strategies and set(self.strategies) <= known):
             raise SpecError(f"strategies={self.strategies}: some of {', '.join(sorted(known))}")

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 
@@ -358,17 +358,22 @@ class ChunkedModel(ParameterValues):
         self.flush()
         return self._residents.stream_on_gpu(on, halves=halves)
 
-    def step_speculatively(self, on: bool) -> bool:
+    def step_speculatively(self, on: bool, *, chunks: Collection[Chunk] | None = None) -> bool:
         """Switch speculative steps of chunks on the host, into a shadow copy
         (:mod:`meshfold.zero_gemini.optimizer.speculative_steps`).
 
         Results are bit-identical. A chunk that moves to another placement no longer steps speculatively.
 
+        Args:
+            on: True to turn them on.
+            chunks: that get a shadow copy; the others are stepped once the norm is known. None: all.
+
         Returns:
             True if they are on now: False if the host has no memory for the copies, or the optimizer is not Adam.
         """
         self.flush()
-        return self._speculative is not None and self._speculative.turn(on)
+        of = () if not on else self.chunks if chunks is None else chunks
+        return self._speculative is not None and self._speculative.keep_copies(of)
 
     @property
     def steps_alike(self) -> int:
