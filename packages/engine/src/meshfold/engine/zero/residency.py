@@ -29,6 +29,7 @@ from meshfold.engine.zero.memory import (
     largest_output,
     shortage_remedy,
 )
+from meshfold.engine.zero.process_settings import limit_allocator
 from meshfold.engine.zero.stage_refusals import Refused, refusal_of_stages
 from meshfold.engine.zero.watching import Measured, Watcher, typical_timings
 from meshfold.mesh.collectives import all_gather_object
@@ -124,6 +125,7 @@ class Residency:
         self._plans = MeasuredPlans(model, gemini, spec, world, regime=regime, accumulation=accumulation)
         self._watcher = Watcher(model, gemini, world.device, blocks)
         self._pressure, self._recomputes = Pressure(world), recomputes
+        self._allocator = limit_allocator(world.device, None)
         self._begun = 0.0
         self._took: list[float] = []  # seconds of the steps under the plan
         self._timings: list[
@@ -147,6 +149,7 @@ class Residency:
     def close(self) -> None:
         """Watch no more: a step that failed may have left it on, and compiled code of the whole process eager."""
         self._watcher.stop()
+        self._allocator.close()
 
     def begin(self) -> None:
         """Prepare for a forward whose backward will follow."""
@@ -379,6 +382,8 @@ class Residency:
         self._timings.clear()
         self._peak_gpu = self._peak_host = 0
         carry_out(self._gemini, plan, moves=self._spec.placement == "auto")  # other policies have placed the chunks
+        before, self._allocator = self._allocator, limit_allocator(self._world.device, self._plans.allocator_bytes)
+        before.close()
 
     def _correct(self) -> None:
         """Plan again with rates measured in the plan's first steps. Chunks move only if that is faster."""
