@@ -138,12 +138,15 @@ def test_replays_train_as_eager_steps(monkeypatch: pytest.MonkeyPatch, precision
     assert report.graphs > 8
 
 
-def test_blocks_that_recompute_and_speculative_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The host steps into a second copy while backward goes on, from gradients that replays send; blocks repeat their forward."""
+@pytest.mark.parametrize("some", [False, True])
+def test_blocks_that_recompute_and_speculative_steps(some: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host steps all or some chunks into a shadow copy while backward goes on, from gradients that replays send; blocks repeat
+    their forward."""
     speculated = []
 
     def use(engine: Engine) -> list[float]:
-        assert engine.states.gemini.step_speculatively(True)
+        gemini = engine.states.gemini
+        assert gemini.step_speculatively(True, chunks=gemini.chunks[:3] if some else None)
         found = train(engine, batches(7))
         speculated.append(engine.states.gemini._speculative.are_made)  # type: ignore[union-attr]
         return found

@@ -398,12 +398,13 @@ def test_gradients_of_several_backwards_or_changed_after_one() -> None:
     run_on_ranks(1, compare_gradients)
 
 
-def compare_some(passes: bool) -> None:
+def compare_some(passes: bool, accumulate: int) -> None:
     """Copies of the first and third chunk that are trained."""
     found = []
     for some in (False, True):
         model = make_model()
-        gemini = in_chunks(model, torch.bfloat16, placements_of("streamed"))
+        world = torch.distributed.get_world_size()
+        gemini = in_chunks(model, torch.bfloat16, placements_of("streamed"), world=world)
         if passes:
             gemini.stream_on_gpu(True, halves=True)
         stepped = [chunk for chunk in gemini.chunks if chunk in gemini._gradients]
@@ -415,7 +416,8 @@ def compare_some(passes: bool) -> None:
                 copies = 12 * sum(chunk.shard.numel() for chunk in chosen)
                 assert gemini.memory.host_arena.used_bytes - before == copies
             for number in range(STEPS):
-                values += a_step(model, gemini, number, bound=1e-3 if number == CLIPPED else 1e3)
+                bound = 1e-3 if number == CLIPPED else 1e3
+                values += a_step(model, gemini, number, bound=bound, accumulate=accumulate)
         kept = [2, 2, 0, 0, 0, 2, 2] if some else [0] * 7
         assert len(stepped) > 3 and [made for _, made in seen.steps[2:]] == kept
         found.append([*values, *everything(gemini)])
@@ -423,9 +425,11 @@ def compare_some(passes: bool) -> None:
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
-@pytest.mark.parametrize("passes", [False, True])
-def test_some_chunks_step_speculatively_and_the_others_once_the_norm_is_known(passes: bool) -> None:
-    run_on_ranks(1, compare_some, passes)
+@pytest.mark.parametrize(("ranks", "passes", "accumulate"), [(1, False, 1), (1, True, 1), (2, False, 2)])
+def test_some_chunks_step_speculatively_and_the_others_once_the_norm_is_known(
+    ranks: int, passes: bool, accumulate: int
+) -> None:
+    run_on_ranks(ranks, compare_some, passes, accumulate)
 
 
 def bytes_of_copies() -> None:
