@@ -404,9 +404,9 @@ def test_a_dropped_engine_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="captures graphs: needs a GPU")
 @pytest.mark.parametrize("recompute", [None, "blocks"])
-@pytest.mark.parametrize("speculative", [False, True])
+@pytest.mark.parametrize("speculative", ["", "all", "some"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_graphs_on_a_gpu(precision: str, speculative: bool, recompute: str | None) -> None:
+def test_graphs_on_a_gpu(precision: str, speculative: str, recompute: str | None) -> None:
     """Losses and weights of replayed steps are those of eager ones; evaluation between them frees the graphs."""
     results = []
     for cuda_graph in (False, True):
@@ -421,7 +421,9 @@ def test_graphs_on_a_gpu(precision: str, speculative: bool, recompute: str | Non
             losses = train(engine, batches(3))
             spread(engine)
             if speculative:
-                assert engine.states.gemini.step_speculatively(True)
+                gemini = engine.states.gemini
+                chosen = gemini.chunks[: len(gemini.chunks) // 2] if speculative == "some" else None
+                assert gemini.step_speculatively(True, chunks=chosen)
             losses += train(engine, batches(6))
             losses.append(engine.eval_step(batches(1, length=5)[0]))
             losses += train(engine, batches(8, seed=4))
