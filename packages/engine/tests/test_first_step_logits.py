@@ -162,3 +162,10 @@ def test_logits_that_reach_a_loop_of_ones_own_are_whole_on_every_rank() -> None:
 @ranks(4)
 def test_on_four_ranks(model: str, spec: str) -> None:
     check(model, FOUR[spec], 4)
+
+
+@pytest.mark.parametrize("model", ["llama", pytest.param("gpt", marks=pytest.mark.slow), "own"])
+@ranks(8)
+def test_a_head_that_moves_rows(model: str) -> None:
+    """In 3D logits have other tokens than the hidden states of the same rank."""
+    check(model, dict(tensor=dict(size=8, mode="3d")), 16)

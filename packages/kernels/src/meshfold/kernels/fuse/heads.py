@@ -227,7 +227,10 @@ class Head:
         split = None if self._deferrable is None else self._deferrable.gathered_rows(x)
         if split is not None and watched is not None and layout:
             watched.gathered_later(self._layer, x, split.numbers, layout)
-        return LazyLogits.make(self, x, shape, self._layer.weight.dtype, (), layout, split=split)
+        made = LazyLogits.make(self, x, shape, self._layer.weight.dtype, (), layout, split=split)
+        if split is None and watched is not None and layout and shape[:-1] == x.shape[:-1]:
+            made.moved = watched.moved_later(self._layer, x, layout)
+        return made
 
     def read(self, x: Tensor) -> Tensor:
         """Return the logits of ``x``, which waited; all ranks must call if the layer gathers them."""

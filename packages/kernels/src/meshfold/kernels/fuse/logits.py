@@ -56,6 +56,7 @@ class LazyLogits(Tensor):
     rows: Tensor  # ``... k``: the head's input
     gathered: SplitRows | None  # where rows are gathered; None: these are logits of the rows that the head is given
     numbers: Tensor | None  # ``... 1``: of these logits among all rows, where rows are gathered
+    moved: Tensor | None  # ``... 1``: stands for the rows of these logits where a mode looks, and the head moves rows
     views: tuple[Callable[[Tensor], Tensor], ...]  # from the rows of the head's output to those of these logits, there
     made_in: tuple[int, int]  # numbers of the head's context, see ``closed`` and ``ended`` there
     records: bool  # made with gradients enabled
@@ -92,6 +93,7 @@ class LazyLogits(Tensor):
         made.made_in, made.tracked_dims = (head.closed, head.ended), tracked_dims
         made.records, made.family, made.used = records, family or ViewFamily(rows), False
         made.gathered, made.numbers, made.views = split, None if split is None else split.numbers, ()
+        made.moved = None
         with torch._C.DisableTorchFunctionSubclass():
             if made.requires_grad:
                 made.register_hook(partial(_refuse_gradient, head.name))
@@ -128,10 +130,10 @@ class LazyLogits(Tensor):
         self.family.check_views(self.head.name)
         self.head.meet_for_loss(target.numel())
         if split is None or numbers is None:
-            rows, parts = self.rows, None
+            rows, parts = self.rows if self.moved is None else self.moved, None
 
             def run() -> Tensor:
-                return self.head.loss(rows, lambda operands: loss(operands, target))
+                return self.head.loss(self.rows, lambda operands: loss(operands, target))
 
         else:
             rows, parts = numbers, split.numbers
@@ -170,7 +172,7 @@ class LazyLogits(Tensor):
             join: gathers these logits, once values are read.
         """
         inner = self.gathered
-        if self.finish or (inner is not None and self.numbers is not inner.numbers):
+        if self.finish or self.moved is not None or (inner is not None and self.numbers is not inner.numbers):
             return None
         shape = (*split.numbers.shape[:-1], self.shape[-1])
         made = self._like(self.rows, shape, self.dtype, self.changes)
@@ -194,7 +196,9 @@ class LazyLogits(Tensor):
         if self.rows.shape[:-1] != self.shape[:-1]:
             return None  # a sharded layer has other rows in its output than in its input
         rows = take(self.rows)
-        return self._like(rows, (*rows.shape[:-1], self.shape[-1]), self.dtype, self.changes, self.family)
+        made = self._like(rows, (*rows.shape[:-1], self.shape[-1]), self.dtype, self.changes, self.family)
+        made.moved = None if self.moved is None else take(self.moved)
+        return made
 
     def _like(
         self,
@@ -208,7 +212,7 @@ class LazyLogits(Tensor):
         made = LazyLogits.make(
             self.head, rows, shape, dtype, changes, self.tracked_dims, self.records, family, self.gathered
         )
-        made.made_in, made.numbers, made.views = self.made_in, self.numbers, self.views
+        made.made_in, made.numbers, made.views, made.moved = self.made_in, self.numbers, self.views, self.moved
         return made
 
     def cap(self) -> tuple[float, float]:

@@ -133,6 +133,10 @@ class Watcher(Protocol):
     def layout_later(self, head: nn.Module, x: Tensor, shape: tuple[int, ...]) -> tuple[Any, ...] | None:
         """Return how the logits of a shape lie that a head will make of ``x``; None: they must not wait for their loss."""
 
+    def moved_later(self, head: nn.Module, x: Tensor, layout: tuple[Any, ...]) -> Tensor | None:
+        """Return numbers ``... 1`` that stand for the rows of logits of ``x`` with a layout of :meth:`layout_later`, where the head
+        moves rows between ranks; None where the logits' rows are those of ``x``."""
+
     def logits_of(self, rows: Tensor, words: int, run: Callable[[], Tensor]) -> Tensor:
         """Return the logits ``... v`` that ``run`` computes of rows ``... k``."""
 
@@ -145,7 +149,7 @@ class Watcher(Protocol):
         """Return the loss that ``run`` computes of rows ``m k`` and targets ``m``.
 
         Args:
-            rows, target: the operands; rows that a head gathers are given by their numbers, ``m 1``.
+            rows, target: the operands; rows that a head gathers or moves are given by their numbers, ``m 1``.
             kept: None for a sum over rows; else the number of results of a row, stacked in front of them (0: not stacked).
             run: computes the loss.
             parts: the numbers of all rows that the head gathers.

@@ -60,8 +60,11 @@ class Records:
         return whole_dims(tensor.shape) if found is None else found
 
     def _dims_later(self, logits: Any) -> Dims:
-        """Return the layout of logits that wait, ``logits.rows`` being what their head will read, of all rows if it gathers."""
-        rows: Tensor = logits.rows if logits.numbers is None else logits.numbers
+        """Return the layout of logits that wait, ``logits.rows`` being what their head will read, of all rows if it gathers.
+
+        ``logits.moved``: stands for the rows of the head's output if it moves rows.
+        """
+        rows: Tensor = next(one for one in (logits.moved, logits.numbers, logits.rows) if one is not None)
         shape, known = logits.shape, logits.tracked_dims if self._waiting else ()
         lead = whole_dims(shape[:-1])
         if rows.shape[:-1] == shape[:-1]:

@@ -101,9 +101,8 @@ class LayerTracking(OnMesh):
             summed = self._summed_in(found, module, given, dims)
         except LayoutError:
             return None  # the module's call says so again
-        moved = shape[:-1] == given.shape[:-1] and dims[:-1] != found.dims(given)[:-1]
         gathers = isinstance(module, Linear) and module.gather_output
-        return None if moved or (summed and not gathers) else dims
+        return None if summed and not gathers else dims
 
     def summed_later(self, found: Tracker, module: nn.Module, given: Tensor, layout: Dims) -> set[str]:
         """Return the axes along which ranks have parts of the gradient of logits that wait for their loss."""
