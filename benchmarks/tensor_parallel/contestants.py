@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from benchmarks.common import Contestant, synchronize
+from benchmarks.tensor_parallel.parts import ARITHMETIC, MESSAGES, OF, PARTS, messages, without_messages
 from benchmarks.tensor_parallel.work import Work
 
 MODES: dict[str, tuple[str, dict[str, int]]] = {
@@ -30,7 +32,7 @@ LOWERED = {
 COLOSSAL_AI = "Colossal-AI 2D"
 PEERS = ("dtensor", "dtensor compiled", "dtensor compiled async", "FSDP2 compiled", COLOSSAL_AI)
 
-NAMES = (*(f"{mode}{suffix}" for mode in MODES for suffix in ("", " compiled")), *LOWERED, *PEERS)
+NAMES = (*(f"{mode}{suffix}" for mode in MODES for suffix in ("", " compiled")), *LOWERED, *PEERS, *PARTS)
 
 
 class _Stack(nn.Module):
@@ -55,14 +57,17 @@ def build(name: str, work: Work, args: argparse.Namespace) -> Contestant:
     x, dy = inputs
 
     def step() -> None:
-        out = made(x)
-        out.backward(dy)
+        with without_messages() if name.startswith(ARITHMETIC) else nullcontext():
+            out = made(x)
+            if name != MESSAGES:
+                out.backward(dy)
         x.grad = None
 
     contestant = Contestant(name, step)
     try:
-        with torch.no_grad():
-            contestant.error = check(made(x))
+        if name not in PARTS:  # these have no result
+            with torch.no_grad():
+                contestant.error = check(made(x))
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
         for _ in range(3):
@@ -85,7 +90,7 @@ def _ours(name: str, work: Work, args: argparse.Namespace) -> Built:
     from meshfold.tensor_parallel import MODES as ALL
     from meshfold.tensor_parallel import parallelize
 
-    of, lowering = LOWERED.get(name, (name.removesuffix(" compiled"), "gather"))
+    of, lowering = LOWERED.get(name, (OF if name in PARTS else name.removesuffix(" compiled"), "gather"))
     mode, axes = MODES[of]
     if math.prod(axes.values()) != args.ranks:
         axes = (
@@ -121,6 +126,10 @@ def _ours(name: str, work: Work, args: argparse.Namespace) -> Built:
             parameter.grad = None
         return forward(x)
 
+    if name == MESSAGES:
+        with torch.no_grad():
+            send = messages(lambda: forward(x), mesh, x.dtype, x.device)
+        return lambda given: (send(), given)[1], (x, dy), lambda out: 0.0
     return run, (x, dy), lambda out: work.error(out, place.shard(work.reference, mesh))
 
 

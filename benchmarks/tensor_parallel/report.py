@@ -10,8 +10,9 @@ from typing import Any
 from benchmarks import reports
 from benchmarks.common import median, ratios
 from benchmarks.tensor_parallel.contestants import COLOSSAL_AI, PEERS
+from benchmarks.tensor_parallel.parts import ARITHMETIC, MESSAGES, OF, PARTS
 
-BARS = reports.read_bars("tensor_parallel", ("dtensor", "fsdp2", "grid", "grid_memory", "colossal_ai"))
+BARS = reports.read_bars("tensor_parallel", ("dtensor", "fsdp2", "grid", "grid_memory", "colossal_ai", "hidden"))
 JUDGED = dict(layers=8, hidden=4096, heads=32, kv_heads=8, ffn=14336, dtype="bfloat16")
 """The blocks that the bars are for."""
 MANY = 8
@@ -30,16 +31,16 @@ def table(result: dict[str, Any]) -> str:
             name,
             *(reports.ratio(values, times[peer]) for peer in peers),
             f"{median(values):.1f}",
-            f"{teraflops / median(values):.0f}",
+            "–" if name == MESSAGES else f"{teraflops / median(values):.0f}",
             f"{result['peak_bytes'][name] / 2**30:.2f}",
-            f"{result['relative_error'][name]:.4f}",
+            "–" if name in PARTS else f"{result['relative_error'][name]:.4f}",
             *(reports.energy(power.get(name), median(values), tokens) if any(power.values()) else ()),
         ]
         for name, values in times.items()
     ]
     head += reports.ENERGY if any(power.values()) else ()
     lines = [*reports.table(head, [*rows, *result["notes"].items()])]
-    verdicts = list(bars(result))
+    verdicts = [*bars(result), *hidden(result)]
     return "\n".join([*lines, "", *verdicts] if verdicts else lines)
 
 
@@ -51,7 +52,7 @@ def bars(result: dict[str, Any]) -> Iterator[str]:
     ranks = settings["ranks"]
 
     def fastest(*prefixes: str) -> str | None:
-        names = [name for name in times if name not in PEERS and (not prefixes or name.startswith(prefixes))]
+        names = [name for name in times if name not in (*PEERS, *PARTS) and (not prefixes or name.startswith(prefixes))]
         return min(names, key=lambda name: median(times[name]), default=None)
 
     best = fastest()
@@ -66,6 +67,17 @@ def bars(result: dict[str, Any]) -> Iterator[str]:
         share, bar = result["peak_bytes"][grid] / result["peak_bytes"][rival], BARS["grid_memory"]
         aim = f" (bar {bar.most:g}): {reports.met(bar.met(share))}" if bar.judged(ranks) else ""
         yield f"- {bar.what.format(best=grid, rival=rival)}: {share:.3f}{aim}"
+
+
+def hidden(result: dict[str, Any]) -> Iterator[str]:
+    """Yield which fraction of the communication the fastest of 1D with sequence parallelism hides, uncompiled and compiled."""
+    times = {name: median(values) for name, values in result["milliseconds"].items()}
+    for suffix in ("", " compiled"):
+        names = [name for name in times if name.startswith(OF) and name.endswith(" compiled") == bool(suffix)]
+        best = min((name for name in names if name not in PARTS), key=times.__getitem__, default=None)
+        if best and {f"{ARITHMETIC}{suffix}", MESSAGES} <= set(times):
+            value = 1 - (times[best] - times[f"{ARITHMETIC}{suffix}"]) / times[MESSAGES]
+            yield BARS["hidden"].line(value, result["settings"]["ranks"], best=best)
 
 
 def _in_words(name: str) -> str:
@@ -86,7 +98,7 @@ def report(path: Path) -> int:
     result = json.loads(path.read_text())
     times = {name: median(values) for name, values in result["milliseconds"].items()}
     names = sorted(times, key=times.__getitem__)
-    ours = [name for name in names if name not in PEERS]
+    ours = [name for name in names if name not in (*PEERS, *PARTS)]
     figure, panels = reports.panels(1, 2, 0.45 * len(names) + 1.4)
     left, right = panels[0]
     words = {name: _in_words(name) for name in names}
