@@ -42,8 +42,8 @@ def made_again(run: Mapping[str, Any]) -> Plan:
 
 
 def workload_of(words: Mapping[str, Any]) -> Workload:
-    """Read a workload from JSON, also of a time when timesteps had another name."""
-    words = {key.replace("_moments", "_timesteps"): value for key, value in words.items()}
+    """Read a workload from JSON, also of a time when timesteps or shadow copies had another name."""
+    words = {key.replace("_moments", "_timesteps").replace("second_", "shadow_"): words[key] for key in words}
     tuples = {key: tuple(value) for key, value in words.items() if isinstance(value, list)}
     chunks = tuple(
         ChunkCost(

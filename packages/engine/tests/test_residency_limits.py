@@ -138,6 +138,8 @@ def test_on_a_gpu_a_limit_also_has_cuda_and_channels() -> None:
         with (
             mock.patch.object(plans, "_world", gpu),
             mock.patch.object(measured_plans, "channel_bytes", return_value=MiB),
+            mock.patch("torch.cuda.mem_get_info", return_value=(0, 0)),
+            mock.patch("torch.cuda.memory_reserved", return_value=0),
         ):
             with pytest.raises(
                 MemoryPlanError, match=r"3% stay free .*, and 601\.00 MiB for CUDA and push channels"

@@ -228,8 +228,9 @@ class Head:
         if split is not None and watched is not None and layout:
             watched.gathered_later(self._layer, x, split.numbers, layout)
         made = LazyLogits.make(self, x, shape, self._layer.weight.dtype, (), layout, split=split)
-        if split is None and watched is not None and layout and shape[:-1] == x.shape[:-1]:
-            made.moved = watched.moved_later(self._layer, x, layout)
+        if split is None and watched is not None and shape[:-1] == x.shape[:-1] and watched.moves_rows(x, layout):
+            made.moved = torch.arange(math.prod(shape[:-1]), device=x.device).view(*shape[:-1], 1)
+            watched.gathered_later(self._layer, x, made.moved, layout)
         return made
 
     def read(self, x: Tensor) -> Tensor:

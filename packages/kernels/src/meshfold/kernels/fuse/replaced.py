@@ -133,15 +133,14 @@ class Watcher(Protocol):
     def layout_later(self, head: nn.Module, x: Tensor, shape: tuple[int, ...]) -> tuple[Any, ...] | None:
         """Return how the logits of a shape lie that a head will make of ``x``; None: they must not wait for their loss."""
 
-    def moved_later(self, head: nn.Module, x: Tensor, layout: tuple[Any, ...]) -> Tensor | None:
-        """Return numbers ``... 1`` that stand for the rows of logits of ``x`` with a layout of :meth:`layout_later`, where the head
-        moves rows between ranks; None where the logits' rows are those of ``x``."""
+    def moves_rows(self, x: Tensor, layout: tuple[Any, ...]) -> bool:
+        """Return True if logits of ``x`` with a layout of :meth:`layout_later` have other rows than ``x`` on the same rank."""
 
     def logits_of(self, rows: Tensor, words: int, run: Callable[[], Tensor]) -> Tensor:
         """Return the logits ``... v`` that ``run`` computes of rows ``... k``."""
 
     def gathered_later(self, head: nn.Module, x: Tensor, numbers: Tensor, layout: tuple[Any, ...]) -> None:
-        """Note the numbers ``... 1`` of the rows that a head gathers for logits of ``x`` with a layout of :meth:`layout_later`."""
+        """Note the numbers ``... 1`` of the rows that a head gathers or moves, for logits of ``x`` with a layout."""
 
     def loss_of(
         self, rows: Tensor, target: Tensor, kept: int | None, run: Callable[[], Tensor], parts: Tensor | None = None

@@ -183,17 +183,12 @@ class Tracker(TorchDispatchMode):
             run() if self.is_off else self.as_one("linear", [rows], lambda: (*self.dims(rows)[:-1], whole(words)), run)
         )
 
-    def moved_later(self, head: nn.Module, x: Tensor, layout: Dims) -> Tensor | None:
-        """Return numbers ``... 1`` for the rows of logits ``... v`` of ``x`` with a layout, if a head moves rows; else None."""
-        if self.is_off or len(layout) != x.dim() or layout[:-1] == self.dims(x)[:-1]:
-            return None
-        with self.untracked():
-            numbers = torch.arange(x.shape[:-1].numel(), device=x.device).view(*x.shape[:-1], 1)
-        self.gathered_later(head, x, numbers, layout)
-        return numbers
+    def moves_rows(self, x: Tensor, layout: Dims) -> bool:
+        """Return True if logits of ``x`` with a layout have other rows than ``x`` on the same rank."""
+        return not self.is_off and layout[:-1] != self.dims(x)[:-1]
 
     def gathered_later(self, head: nn.Module, x: Tensor, numbers: Tensor, layout: Dims) -> None:
-        """Note the numbers ``... 1`` of the rows that a head gathers for logits of ``x`` with a layout."""
+        """Note the numbers ``... 1`` of the rows that a head gathers or moves for logits of ``x`` with a layout."""
         self.mark(numbers, (*layout[:-1], whole(1)))
         self.records.vary([numbers])
         self.records.sum_over([numbers], self._summed_later(self, head, x, layout))

@@ -54,8 +54,9 @@ class _OwnOperations(TorchDispatchMode):
         """Return a layout that nobody reads: the logits waited in the tracked forward too."""
         return ()
 
-    def moved_later(self, head: nn.Module, x: Tensor, layout: tuple[Any, ...]) -> None:
-        """Return None: nobody reads a layout."""
+    def moves_rows(self, x: Tensor, layout: tuple[Any, ...]) -> bool:
+        """Return False: nobody reads a layout."""
+        return False
 
     def logits_of(self, rows: Tensor, words: int, run: Callable[[], Tensor]) -> Tensor:
         """Return what ``run`` computes."""
