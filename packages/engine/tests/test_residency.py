@@ -29,7 +29,7 @@ from meshfold.zero_gemini.optimizer import StepKind, StepTiming
 from meshfold.zero_gemini.optimizer import kernel_runs as runs
 from meshfold.zero_gemini.optimizer.cpu_executor import Worker
 from meshfold.zero_gemini.optimizer.speculative_updates import SpeculativeUpdates
-from meshfold.zero_gemini.planner import SPECULATIVE_STEP, SPLIT_STEP, Machine, MiB, Plan, Workload
+from meshfold.zero_gemini.planner import SPECULATIVE_STEP, SPLIT_STEP, Machine, MiB, Plan, Workload, recost
 from meshfold.zero_gemini.profiler import PhaseSeconds
 
 STEPS = 4
@@ -227,15 +227,30 @@ def test_steps_that_count_alike_are_made_speculatively() -> None:
         engine.close()
 
 
-def test_a_host_with_memory_for_some_copies_makes_some_steps_speculatively(monkeypatch: pytest.MonkeyPatch) -> None:
+def copies_of_some() -> Any:
+    """Let plans give shadow copies to the first half of the host's chunks, where steps may be speculative."""
+    made = MeasuredPlans.plan
+
+    def plan(self: MeasuredPlans, workload: Workload, machine: Machine, *, shrunk: float) -> Plan:
+        split = replace(workload, strategies=(SPLIT_STEP,), shadow_copies=None)
+        found = made(self, split, machine, shrunk=shrunk)
+        if SPECULATIVE_STEP not in (workload.strategies or ()):
+            return found
+        on_host = [place for place, chunk in enumerate(found.chunks) if chunk.state == "host"]
+        some = replace(workload, ready=found.workload.ready, shadow_copies=on_host[len(on_host) // 2])
+        return recost(replace(found, strategy=SPECULATIVE_STEP), some, machine)
+
+    return mock.patch.object(MeasuredPlans, "plan", plan)
+
+
+def test_a_plan_with_copies_of_some_chunks_makes_their_steps_speculatively() -> None:
     kept: list[int] = []
     wanted = trained(dict(stage=3, placement="cuda"), steps=6, clip_grad_norm=1e3)
-    monkeypatch.setattr(MeasuredPlans, "_room_for_copies", lambda plans, made: plans._bytes_of_copies(made) // 2)
-    with expecting(SPLIT_STEP, SPECULATIVE_STEP), kept_speculative(kept):
+    with copies_of_some(), kept_speculative(kept):
         found = trained(dict(gpu_memory_limit=10 * MiB), steps=6, clip_grad_norm=1e3)
     assert_same(found, wanted)
     plan = residency(found[2]).plan
-    assert plan is not None and plan.strategy == SPECULATIVE_STEP and plan.workload.shadow_copies is not None
+    assert plan is not None and plan.strategy == SPECULATIVE_STEP
     with_copy = [one for one in plan.chunks[: plan.workload.shadow_copies] if one.state == "host"]
     assert kept[:2] == [0, 0] and set(kept[2:]) == {len(with_copy)}
     assert 0 < plan.copied_elems < plan.host_elems and "shadow copies of " in str(plan)

@@ -35,7 +35,6 @@ from meshfold.zero_gemini.memory.arena import MemoryTier
 from meshfold.zero_gemini.optimizer import StateSize, StepKind, StepTiming, state_size
 from meshfold.zero_gemini.planner import (
     SPECULATIVE_STEP,
-    SPLIT_STEP_ON_DEVICE,
     Limits,
     Machine,
     Plan,
@@ -79,11 +78,9 @@ def carry_out(gemini: Gemini, plan: Plan, *, moves: bool = True) -> None:
         )
     gemini.gather_by(() if workload.ready is None else workload.units, workload.ready or ())
     streams = plan.machine.gpu_streaming > 0 and any(one.state == "host" for one in plan.chunks)
-    copied = workload.shadow_copies  # None: all chunks
-    is_speculative = plan.strategy == SPECULATIVE_STEP
-    halves = plan.strategy == SPLIT_STEP_ON_DEVICE or (is_speculative and copied is not None)
-    gemini.stream_on_gpu(streams, halves=halves)
-    gemini.step_speculatively(is_speculative, chunks=[chunks[int(one.name)] for one in plan.chunks[:copied]])
+    gemini.stream_on_gpu(streams, halves=plan.device_steps_halves)
+    copied = [chunks[int(one.name)] for one in plan.chunks[: workload.shadow_copies]]  # None: all
+    gemini.step_speculatively(plan.strategy == SPECULATIVE_STEP, chunks=copied)
     limit, device = plan.limits.gpu_bytes, gemini.memory.device
     if device.type == "cpu" and limit is not None:  # nothing else enforces the limit
         gemini.memory.compute.budget_bytes = limit - min(workload.non_model_bytes)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from meshfold.zero_gemini.optimizer.kernel_runs import StepKind, StepTiming
-from meshfold.zero_gemini.planner import SPLIT_STEP_ON_DEVICE, Machine, Plan, Regime
+from meshfold.zero_gemini.planner import Machine, Plan, Regime
 
 ENOUGH_ELEMS = 2**24
 """Least number of stepped elements that shows a memory rate; fewer show the cost of a call instead."""
@@ -79,7 +79,7 @@ def observed_under(plan: Plan, timings: Mapping[StepKind, StepTiming]) -> Machin
     """
     regime, passed = plan.workload.regime, 0.0
     if plan.machine.gpu_streaming:
-        split = plan.strategy == SPLIT_STEP_ON_DEVICE or plan.workload.shadow_copies is not None
-        whole = plan.copied_elems / max(1, plan.host_elems) if split else 1.0  # fraction that is stepped in one part
+        copied = plan.copied_elems / max(1, plan.host_elems)
+        whole = copied if plan.device_steps_halves else 1.0  # fraction that is stepped in one part
         passed = whole * regime.step + (1 - whole) * regime.first_pass
     return with_observed_rates(plan.machine, regime, timings, passed=passed)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from meshfold.zero_gemini.planner.memory import gather_windows, has_shadow_copy
-from meshfold.zero_gemini.planner.options import PARAMETERS, SPECULATIVE_STEP, SPLIT_STEP_ON_DEVICE, STATE, Floats
+from meshfold.zero_gemini.planner.memory import device_steps_halves, gather_windows, has_shadow_copy
+from meshfold.zero_gemini.planner.options import PARAMETERS, STATE, Floats
 from meshfold.zero_gemini.planner.rates import Machine
 from meshfold.zero_gemini.planner.workload import ChunkCost, Workload
 
@@ -34,10 +34,7 @@ class Loads:
         self.disk = regime.state * elems * train * disk
         self.split = elems * train * (off - disk)
         self.copied = has_shadow_copy(workload, strategy)
-        # True if the device writes no moments of chunks that step in halves.
-        halves = strategy == SPLIT_STEP_ON_DEVICE or (
-            strategy == SPECULATIVE_STEP and workload.shadow_copies is not None
-        )
+        halves = device_steps_halves(workload, strategy)
         self.cores, self.beside = self._host_share(halves=halves)
         # Fraction of elements whose moments the cores write.
         self.moments = 1.0 if halves else self.cores

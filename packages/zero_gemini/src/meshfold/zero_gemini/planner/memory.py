@@ -12,6 +12,7 @@ import numpy as np
 from meshfold.zero_gemini.planner.options import (
     GPU_ONLY,
     SPECULATIVE_STEP,
+    SPLIT_STEP_ON_DEVICE,
     WITH_DISK,
     Bools,
     Builder,
@@ -133,6 +134,11 @@ def has_shadow_copy(workload: Workload, strategy: str) -> Bools:
         found[workload.shadow_copies :] = False
         found[:, (3, 4)] = False
     return found
+
+
+def device_steps_halves(workload: Workload, strategy: str) -> bool:
+    """Return True if GPU streaming writes only the parameters of chunks without a shadow copy, and the cores write all moments."""
+    return strategy == SPLIT_STEP_ON_DEVICE or (strategy == SPECULATIVE_STEP and workload.shadow_copies is not None)
 
 
 def held_on_host(workload: Workload) -> bool:

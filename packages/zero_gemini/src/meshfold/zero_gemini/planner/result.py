@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from meshfold.zero_gemini.planner.memory import has_shadow_copy
+from meshfold.zero_gemini.planner.memory import device_steps_halves, has_shadow_copy
 from meshfold.zero_gemini.planner.options import (
     ALL_GPU,
     DISK_RESIDENT,
@@ -110,6 +110,11 @@ class Plan:
         copied: list[bool] = has_shadow_copy(self.workload, self.strategy)[:, HOST_STREAMED].tolist()
         pairs = zip(self.workload.chunks, self.chunks, copied, strict=True)
         return sum(chunk.elems for chunk, made, has_copy in pairs if has_copy and made.state == "host")
+
+    @property
+    def device_steps_halves(self) -> bool:
+        """True if GPU streaming writes only the parameters of chunks without a shadow copy, and the cores write all moments."""
+        return device_steps_halves(self.workload, self.strategy)
 
     @property
     def binding(self) -> tuple[str, ...]:

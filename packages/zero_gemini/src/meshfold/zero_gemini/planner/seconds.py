@@ -38,8 +38,8 @@ form and q of the second, with the wasted step in its backward; q is the share o
 share of the host's chunks, in proportion to the rates of device and cores.
 
 If only some chunks have shadow copies, the first ones have them (:mod:`meshfold.zero_gemini.planner.shadow_copies`). Such a step is
-one phase. The cycle through a chunk without a copy begins at the norm, or
-at the first gradient of the copied chunks, whose steps go before it.
+one phase. The cycle through a chunk without a copy begins at the norm, or at the first gradient of the copied chunks, whose steps
+go before it.
 
 Optimizers that step all chunks in one call hide nothing of it: a phase of its own between backward and forward
 (``Workload.steps_at_once``).
