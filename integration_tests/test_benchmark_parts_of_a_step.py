@@ -40,19 +40,22 @@ def test_one_part_sends_nothing_and_the_other_what_a_step_sends() -> None:
 
 
 def test_what_is_hidden_is_judged_for_two_ranks() -> None:
+    settings = dict(report.ONE_OF_FOUR, ranks=2)
     times = {
         "1d+sequence compiled": [11.0],
         "1d+sequence by push compiled": [10.5],
         f"{ARITHMETIC} compiled": [10.0],
         MESSAGES: [2.5],
     }
-    lines = list(report.hidden(dict(settings=dict(ranks=2), milliseconds=times)))
+    lines = list(report.hidden(dict(settings=settings, milliseconds=times)))
     assert lines == ["- communication that 1d+sequence by push compiled hides: 0.800 (bar 0.75): met"]
     slow = {**times, "1d+sequence by push compiled": [10.7]}
-    [line] = report.hidden(dict(settings=dict(ranks=2), milliseconds=slow))
+    [line] = report.hidden(dict(settings=settings, milliseconds=slow))
     assert line.endswith("0.720 (bar 0.75): **not met**")
-    [line] = report.hidden(dict(settings=dict(ranks=4), milliseconds=times))
+    [line] = report.hidden(dict(settings={**settings, "ranks": 4}, milliseconds=times))
+    assert line.endswith(": 0.800")
+    [line] = report.hidden(dict(settings={**settings, "ffn": 48}, milliseconds=times))  # other blocks
     assert line.endswith(": 0.800")
     assert not list(
-        report.hidden(dict(settings=dict(ranks=2), milliseconds={MESSAGES: [1.0], **dict([*times.items()][:1])}))
+        report.hidden(dict(settings=settings, milliseconds={MESSAGES: [1.0], **dict([*times.items()][:1])}))
     )

@@ -44,8 +44,10 @@ def without_messages() -> Iterator[None]:
         yield
 
 
-def messages(forward: Callable[[], object], mesh: Mesh, dtype: torch.dtype, device: torch.device) -> Callable[[], None]:
-    """Return a function that sends the messages of a forward and those of its backward, one after the other.
+def messages(
+    forward: Callable[[], object], mesh: Mesh, dtype: torch.dtype, device: torch.device
+) -> Callable[[Tensor], Tensor]:
+    """Return a function in place of the forward, which returns its input and sends the messages of forward and backward in turn.
 
     A backward sends at least the adjoint of each. What it gathers once more instead of keeping it does not count.
 
@@ -59,9 +61,10 @@ def messages(forward: Callable[[], object], mesh: Mesh, dtype: torch.dtype, devi
         _call(entry, kind, mesh, dtype, device) for entry in log.entries for kind in (entry.kind, _ADJOINT[entry.kind])
     ]
 
-    def send() -> None:
+    def send(x: Tensor) -> Tensor:
         for call in calls:
             call()
+        return x
 
     return send
 

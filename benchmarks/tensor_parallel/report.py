@@ -15,6 +15,8 @@ from benchmarks.tensor_parallel.parts import ARITHMETIC, MESSAGES, OF, PARTS
 BARS = reports.read_bars("tensor_parallel", ("dtensor", "fsdp2", "grid", "grid_memory", "colossal_ai", "hidden"))
 JUDGED = dict(layers=8, hidden=4096, heads=32, kv_heads=8, ffn=14336, dtype="bfloat16")
 """The blocks that the bars are for."""
+ONE_OF_FOUR = JUDGED | dict(heads=16, kv_heads=4, head_dim=128, ffn=7168)
+"""The blocks that the bar of hidden communication is for: over two ranks each has the shapes of one of four."""
 MANY = 8
 """2d is judged where there are at least so many tokens a hidden element."""
 
@@ -72,12 +74,14 @@ def bars(result: dict[str, Any]) -> Iterator[str]:
 def hidden(result: dict[str, Any]) -> Iterator[str]:
     """Yield which fraction of the communication the fastest of 1D with sequence parallelism hides, uncompiled and compiled."""
     times = {name: median(values) for name, values in result["milliseconds"].items()}
+    settings = result["settings"]
+    judged = all(settings.get(name) == value for name, value in ONE_OF_FOUR.items())
     for suffix in ("", " compiled"):
         names = [name for name in times if name.startswith(OF) and name.endswith(" compiled") == bool(suffix)]
         best = min((name for name in names if name not in PARTS), key=times.__getitem__, default=None)
         if best and {f"{ARITHMETIC}{suffix}", MESSAGES} <= set(times):
             value = 1 - (times[best] - times[f"{ARITHMETIC}{suffix}"]) / times[MESSAGES]
-            yield BARS["hidden"].line(value, result["settings"]["ranks"], best=best)
+            yield BARS["hidden"].line(value, settings["ranks"] if judged else 0, best=best)
 
 
 def _in_words(name: str) -> str:

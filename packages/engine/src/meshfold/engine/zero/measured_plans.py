@@ -179,7 +179,7 @@ class MeasuredPlans:
         """Return :func:`outside_bytes` of the rank with the most. All ranks of a stage must call."""
         device = self._world.device
         mine = outside_bytes(device)
-        return mine if device.type == "cpu" else max(all_gather_object(mine, self._world.stage_group, device))
+        return mine if device.type != "cuda" else max(all_gather_object(mine, self._world.stage_group, device))
 
     @property
     def _wants_host(self) -> bool:

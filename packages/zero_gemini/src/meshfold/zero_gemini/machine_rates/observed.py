@@ -79,7 +79,6 @@ def observed_under(plan: Plan, timings: Mapping[StepKind, StepTiming]) -> Machin
     """
     regime, passed = plan.workload.regime, 0.0
     if plan.machine.gpu_streaming:
-        copied = plan.copied_elems / max(1, plan.host_elems)
-        whole = copied if plan.device_steps_halves else 1.0  # fraction that is stepped in one part
+        whole = plan.copied_fraction if plan.device_steps_halves else 1.0  # fraction that is stepped in one part
         passed = whole * regime.step + (1 - whole) * regime.first_pass
     return with_observed_rates(plan.machine, regime, timings, passed=passed)

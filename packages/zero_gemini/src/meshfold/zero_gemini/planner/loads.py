@@ -51,6 +51,9 @@ class Loads:
         self.renewed_ahead = self.waits_forward + refreshed * np.array(
             [[self._late(chunk, workload.ready_from(chunk.forward[0]), chunk.forward[0])] for chunk in chunks]
         )
+        # With a single rank, a step that ends well before the forward is uploaded ahead of its use, so nothing waits for it.
+        ahead = self.copied & (workload.data_ranks == 1)
+        self.first_uploads: Floats = np.where(ahead, self.renewed_ahead, self.renewed)
         recompute = np.array([layer.recompute_seconds for layer in workload.layers])
         self.recompute = np.stack([recompute, np.zeros_like(recompute)], axis=1)
         self.recompute_at = np.array([layer.last + 1 for layer in workload.layers])
@@ -73,6 +76,12 @@ class Loads:
             return found
         since_turn: Floats = self.starts[self.done + 1] - self.starts[self.workload.forward_timesteps]
         return since_turn
+
+    def recompute_to_gradient(self) -> Floats:
+        """Return the seconds of recompute from the backward's start until each chunk's gradient is complete: layer kept chunk."""
+        before = self.recompute_at[:, None] <= self.done[None, :]
+        found: Floats = self.recompute[:, :, None] * before[:, None, :]
+        return found
 
     def _waits(self, chunk: ChunkCost) -> tuple[float, float]:
         """Return the seconds of a streamed chunk's copies that the timesteps in which they are made do not hide: in the forward,

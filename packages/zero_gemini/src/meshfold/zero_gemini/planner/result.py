@@ -105,6 +105,11 @@ class Plan:
         return sum(chunk.elems for chunk, made in pairs if made.state == "host")
 
     @property
+    def copied_fraction(self) -> float:
+        """Fraction of :attr:`host_elems` whose optimizer state has a shadow copy; 0 where none are on the host."""
+        return self.copied_elems / max(1, self.host_elems)
+
+    @property
     def copied_elems(self) -> int:
         """Elements whose optimizer state has a shadow copy in the host's memory."""
         copied: list[bool] = has_shadow_copy(self.workload, self.strategy)[:, HOST_STREAMED].tolist()

@@ -58,6 +58,7 @@ from meshfold.zero_gemini.planner.options import (
     SPECULATIVE_STEP,
     SPLIT_STEP,
     SPLIT_STEP_ON_DEVICE,
+    Bools,
     Builder,
     Floats,
     Table,
@@ -130,38 +131,24 @@ def _overlapped(build: Builder, loads: Loads, strategy: str) -> None:
     if strategy == SPECULATIVE_STEP:
         seconds, through = loads.out_of_place()
         step = seconds * machine.host_memory
-    compute = loads.forward.sum() + loads.backward.sum()
-    # With a single rank, a step that ends well before the forward is uploaded ahead of its use, so nothing waits for it.
-    early = strategy == SPECULATIVE_STEP and loads.workload.data_ranks == 1
-    renewed = loads.renewed_ahead if early else loads.renewed
-    exposed = loads.gpu_step + np.maximum(renewed, loads.waits_forward) + loads.waits_backward
-    build.add("compute", base=compute, chunk=exposed, layer=loads.recompute)
-    _beside(
-        build,
-        loads,
-        up=loads.up_forward + loads.up_backward,
-        step=step,
-        disk=loads.disk,
-        through=((regime.step + regime.gradient) / 2 * through, (regime.step - regime.gradient) / 2 * through),
-    )
-    build.add("collectives", base=loads.gather_forward + loads.gather_backward + loads.reduce)
+    up, back = (regime.step + regime.gradient) / 2 * through, (regime.step - regime.gradient) / 2 * through
+    _throughout(build, loads, step=step, through=(up, back))
     first, done = loads.first, loads.done
     before = done[None, :] <= done[:, None]  # k j: j's gradient is not after k's
     inside = (first[None, :] <= first[:, None]) & (done[None, :] >= done[:, None])
     path = loads.forward_from_use() + loads.backward_to_gradient()
     on_gpu = (loads.gpu_step + loads.waits_backward)[:, :, None] * before.T[:, None, :]
-    recompute = loads.recompute[:, :, None] * (loads.recompute_at[:, None] <= done[None, :])[:, None, :]
     fresh = regime.parameter * loads.elems
-    copies = loads.copies_after(loads.renewed if loads.starts is None else renewed)
+    copies = loads.copies_after(loads.renewed if loads.starts is None else loads.first_uploads)
     host = np.maximum((step + fresh + down + loads.disk_traffic()) / machine.host_memory, loads.cpu())
     for resource, work in (("host", host), ("disk", loads.disk_seconds())):
         chunk = on_gpu + work[:, :, None] * inside.T[:, None, :] + copies + loads.own()
-        build.add(*_tails(loads, resource), base=path, chunk=chunk, layer=recompute)
+        build.add(*_tails(loads, resource), base=path, chunk=chunk, layer=loads.recompute_to_gradient())
 
 
 def _partly_overlapped(build: Builder, loads: Loads) -> None:
     """Add one phase: the host's chunks with a shadow copy are stepped during the backward, the others in halves after it."""
-    machine, regime, down, copied = loads.machine, loads.regime, loads.down, loads.copied
+    machine, regime, copied = loads.machine, loads.regime, loads.copied
     seconds, through = loads.out_of_place()
     speculative = seconds * copied * machine.host_memory
     # The cores' rate during streaming was measured with the upload of stepped parameters included.
@@ -172,54 +159,41 @@ def _partly_overlapped(build: Builder, loads: Loads) -> None:
     if machine.moments_memory:
         moments = moments * machine.host_memory / machine.moments_memory
     passed, halved = through * copied, (1 - loads.cores) * split
-    compute = loads.forward.sum() + loads.backward.sum()
-    early = loads.renewed_ahead if loads.workload.data_ranks == 1 else loads.renewed
-    renewed = np.where(copied, early, loads.renewed)
-    exposed = loads.gpu_step + np.maximum(renewed, loads.waits_forward) + loads.waits_backward
-    build.add("compute", base=compute, chunk=exposed, layer=loads.recompute)
-    _beside(
-        build,
-        loads,
-        up=loads.up_forward + loads.up_backward,
-        step=speculative + first + moments,
-        disk=loads.disk,
-        through=(
-            (regime.step + regime.gradient) / 2 * (passed + halved),
-            (regime.step - regime.gradient) / 2 * passed,
-        ),
-    )
-    build.add("collectives", base=loads.gather_forward + loads.gather_backward + loads.reduce)
+    up, back = (regime.step + regime.gradient) / 2 * (passed + halved), (regime.step - regime.gradient) / 2 * passed
+    _throughout(build, loads, step=speculative + first + moments, through=(up, back))
     due, done = loads.first, loads.done
     sooner = due[None, :] <= due[:, None]  # [k, j]: j is due no later than k
     inside = sooner & (done[None, :] >= done[:, None])
-    fresh = regime.parameter * loads.elems
-    traffic = (fresh + down + loads.disk_traffic()) / machine.host_memory
+    traffic = (regime.parameter * loads.elems + loads.down + loads.disk_traffic()) / machine.host_memory
     ours = np.maximum(speculative / machine.host_memory + traffic, loads.cpu()) * copied
     others = np.maximum(first / machine.host_memory + traffic, np.maximum(loads.cpu_of(first), loads.disk_seconds()))
     others = others * ~copied
-    copies = loads.copies_after(loads.renewed if loads.starts is None else renewed)
-    forward = loads.forward_from_use()
-    gradient = loads.backward_to_gradient()
-    has_copy = np.arange(len(due)) < (loads.workload.shadow_copies or 0)
-    recompute = loads.recompute[:, :, None] * (loads.recompute_at[:, None] <= done[None, :])[:, None, :]
-    by_host = ours[:, :, None] * inside.T[:, None, :] + copies + loads.own()
-    rows = [name for name, copy in zip(_tails(loads, "host"), has_copy, strict=True) if copy]
-    build.add(*rows, base=(forward + gradient)[has_copy], chunk=by_host[..., has_copy], layer=recompute[..., has_copy])
-    last = [name for name, copy in zip(_tails(loads, "norm"), has_copy, strict=True) if not copy]
+    copies = loads.copies_after(loads.renewed if loads.starts is None else loads.first_uploads)
+    forward, gradient, recompute = loads.forward_from_use(), loads.backward_to_gradient(), loads.recompute_to_gradient()
+    has_copy: Bools = np.any(copied, axis=1)
+
+    def add(resource: str, of: Bools, base: Floats, chunk: Floats, layer: Floats) -> None:
+        """Add the tails of some chunks; ``layer``: of each, or one of all."""
+        names = [name for name, chosen in zip(_tails(loads, resource), of, strict=True) if chosen]
+        build.add(*names, base=base[of], chunk=chunk[..., of], layer=np.broadcast_to(layer, recompute.shape)[..., of])
+
+    stepped = ours[:, :, None] * inside.T[:, None, :] + copies + loads.own()
+    add("host", has_copy, forward + gradient, stepped, recompute)
     after = others[:, :, None] * sooner.T[:, None, :] + copies + loads.own()
-    base, late = forward + loads.backward.sum(), ~has_copy
-    build.add(
-        *last, base=base[late], chunk=after[..., late], layer=np.repeat(loads.recompute[..., None], late.sum(), -1)
-    )
+    add("norm", ~has_copy, forward + loads.backward.sum(), after, loads.recompute[..., None])
     if has_copy.any():  # all their steps between the first of their gradients and the steps of the others
         begin = int(np.flatnonzero(has_copy)[done[has_copy].argmin()])
-        before = [name for name, copy in zip(_tails(loads, "copies"), has_copy, strict=True) if not copy]
-        build.add(
-            *before,
-            base=forward[late] + gradient[begin],
-            chunk=after[..., late] + ours[:, :, None],
-            layer=np.repeat(recompute[..., begin : begin + 1], late.sum(), -1),
-        )
+        since = recompute[..., begin : begin + 1]
+        add("copies", ~has_copy, forward + gradient[begin], after + ours[:, :, None], since)
+
+
+def _throughout(build: Builder, loads: Loads, *, step: Floats, through: tuple[Floats, Floats]) -> None:
+    """Add the sums of a forward and a backward that are one phase; arguments as of :func:`_beside`."""
+    compute = loads.forward.sum() + loads.backward.sum()
+    exposed = loads.gpu_step + np.maximum(loads.first_uploads, loads.waits_forward) + loads.waits_backward
+    build.add("compute", base=compute, chunk=exposed, layer=loads.recompute)
+    _beside(build, loads, up=loads.up_forward + loads.up_backward, step=step, disk=loads.disk, through=through)
+    build.add("collectives", base=loads.gather_forward + loads.gather_backward + loads.reduce)
 
 
 def _beside(
@@ -278,12 +252,16 @@ def _stepped_backward(build: Builder, loads: Loads) -> None:
     before = done[None, :] <= done[:, None]  # k j: j's gradient is not after k's
     after = done[None, :] >= done[:, None]  # [k, j]: j's gradient, and so its step, is not before k's
     on_gpu_before = on_gpu[:, :, None] * before.T[:, None, :]
-    recompute = loads.recompute[:, :, None] * (loads.recompute_at[:, None] <= done[None, :])[:, None, :]
     host = np.maximum((step + down + loads.disk_traffic()) / machine.host_memory, loads.cpu())
     arriving = (down / machine.d2h)[:, :, None] * np.eye(len(done))[:, None, :]
     for resource, work in (("host", host), ("disk", loads.disk_seconds())):
         chunk = on_gpu_before + work[:, :, None] * after.T[:, None, :] + arriving
-        build.add(*_tails(loads, resource), base=loads.backward_to_gradient(), chunk=chunk, layer=recompute)
+        build.add(
+            *_tails(loads, resource),
+            base=loads.backward_to_gradient(),
+            chunk=chunk,
+            layer=loads.recompute_to_gradient(),
+        )
 
 
 def _forward(build: Builder, loads: Loads, strategy: str) -> None:

@@ -33,9 +33,8 @@ def with_shadow_copies(made: Plan, planned: Planner) -> Plan:
     """
     workload = made.workload
     allowed = workload.strategies is None or {SPLIT_STEP, SPECULATIVE_STEP} <= {*workload.strategies}
-    if not allowed or made.strategy == NONE or workload.steps_at_once:
-        return made
-    if workload.clip_probability or not made.host_elems:
+    one_by_one = made.strategy != NONE and not workload.steps_at_once
+    if not (allowed and one_by_one and made.host_elems) or workload.clip_probability:
         return made
     most = made.limits.as_tuple()[1]
     tried = (_with(made, count) for count in _counts(made))
@@ -53,7 +52,7 @@ def _with(made: Plan, count: int) -> Plan:
 
 
 def _counts(made: Plan) -> list[int]:
-    """Return the numbers of chunks that are tried, each within the host's memory."""
+    """Return the numbers of chunks that are tried, in rising order: among each there are some of the host's."""
     chunks = len(made.chunks)
     counts = dict.fromkeys(ceil(part / PARTS * chunks) for part in range(1, PARTS))
     return [count for count in counts if any(one.state == "host" for one in made.chunks[:count])]

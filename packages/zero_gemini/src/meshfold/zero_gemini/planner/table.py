@@ -20,7 +20,7 @@ def table(plan: Plan) -> str:
         f"{plan.seconds:.4g} s a step{' (no plan is faster)' if plan.proved else ''}; {STRATEGIES[plan.strategy]}"
     )
     if plan.workload.shadow_copies is not None:
-        head += f"; shadow copies of {plan.copied_elems / plan.host_elems:.0%} of the host's state, the first chunks'"
+        head += f"; shadow copies of {plan.copied_fraction:.0%} of the host's state, the first chunks'"
     places = [("chunks", "elements", "state", "parameters", "gradients")]
     sized = zip(plan.chunks, workload.chunks, strict=True)
     for where, run in groupby(sized, key=lambda pair: (pair[0].state, pair[0].parameters, pair[0].gradients)):
