@@ -113,9 +113,13 @@ def bars(settings: Mapping[str, Any], times: Mapping[str, Sequence[float]]) -> I
 
 
 def many(settings: Mapping[str, Any], times: Mapping[str, Sequence[float]], notes: Mapping[str, str]) -> Iterator[str]:
-    """Yield the verdict on many requests at once; a peer that was stopped is at least so much slower."""
+    """Yield the verdict on many requests at once; a peer that was stopped is at least so much slower.
+
+    The peer is timed once, ours in every round.
+    """
     if OURS in times and CONTINUOUS in times:
-        line = BARS["many"].line(ratios(times[OURS], times[CONTINUOUS])[0], settings.get("ranks", 1), best=OURS)
+        ratio = median(times[CONTINUOUS]) / median(times[OURS])
+        line = BARS["many"].line(ratio, settings.get("ranks", 1), best=OURS)
         judged = all(settings[name] == value for name, value in {**JUDGED, **MANY}.items())
         if judged:
             yield line + (" (at least: it was stopped)" if "stopped" in notes.get(CONTINUOUS, "") else "")
