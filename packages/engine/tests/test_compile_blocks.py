@@ -181,6 +181,7 @@ SPECS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
         dict(data=2, zero=dict(stage=3, placement="cuda", reshard_after_forward=False)),
         {},
     ),
+    "zero 3, recomputed": (2, dict(data=2, zero=dict(stage=3, placement="cuda")), dict(recompute="blocks")),
     "zero 3, host, recomputed": (2, dict(data=2, zero=ZERO3), dict(recompute="blocks")),
     "tensor": (2, dict(tensor=2), {}),
     "tensor, recomputed": (2, dict(tensor=2), dict(recompute="blocks")),
@@ -188,6 +189,11 @@ SPECS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "2d": (4, dict(tensor=dict(mode="2d", size=4)), {}),
     "1f1b": (2, dict(pipeline=dict(size=2, microbatches=2)), {}),
     "1f1b, recomputed": (2, dict(pipeline=dict(size=2, microbatches=2)), dict(recompute="blocks")),
+    "zb-h1, recomputed": (
+        2,
+        dict(pipeline=dict(size=2, microbatches=2, schedule="zb-h1")),
+        dict(recompute="blocks"),
+    ),
     "zb-h1, tensor": (4, dict(pipeline=dict(size=2, microbatches=2, schedule="zb-h1"), tensor=2), {}),
     "interleaved, zero": (
         4,

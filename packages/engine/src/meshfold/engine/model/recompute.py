@@ -2,7 +2,8 @@
 
 A block's forward is wrapped, under its own name and with all its hooks outside: modules, names and state dicts are as
 before. A recomputed forward repeats the random numbers and collectives of the first one: the same elements are dropped,
-and running statistics of norms and other buffers are changed once.
+and running statistics of norms and other buffers are changed once. A compiled block recomputes in its backward graph where it
+can: see :mod:`meshfold.engine.model.compile_blocks`.
 
 Source: Chen et al. 2016, arXiv 1604.06174, through torch's non-reentrant checkpoints.
 """
@@ -16,8 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from torch.utils.checkpoint import checkpoint
 
+from meshfold.engine.model.compile_blocks import CompiledBlocks, NotOneGraph
 from meshfold.engine.model.repeated_blocks import find_blocks
 from meshfold.engine.model.restored_buffers import RestoredBuffers
 from meshfold.mesh import ParallelSpec, SpecError, did_you_mean
@@ -68,7 +71,11 @@ def check_recompute(recompute: object, spec: ParallelSpec) -> str | None:
 
 
 def recompute_blocks(
-    way: str | None, model: nn.Module, sequence: SplitSequence | SplitImage | None, pipelined: PipelinedModel | None
+    way: str | None,
+    model: nn.Module,
+    sequence: SplitSequence | SplitImage | None,
+    pipelined: PipelinedModel | None,
+    compiled: CompiledBlocks | None = None,
 ) -> RecomputedBlocks | None:
     """Return the blocks of an engine's model, from now on recomputed; None if none should be.
 
@@ -77,6 +84,7 @@ def recompute_blocks(
         model: this rank's part, as it is trained.
         sequence: its handle for split sequences.
         pipelined: the model in stages, if it is.
+        compiled: its compiled blocks, if they may recompute in their graphs.
 
     Raises:
         SpecError: if it has no list of blocks.
@@ -84,7 +92,7 @@ def recompute_blocks(
     if way is None:
         return None
     more = None if sequence is None else sequence.repeated
-    found = RecomputedBlocks(model, more, None if pipelined is None else pipelined.blocks())
+    found = RecomputedBlocks(model, more, None if pipelined is None else pipelined.blocks(), compiled)
     if way == "but-attention":
         found.keep_attention(found.names)
     return found
@@ -104,6 +112,7 @@ class Recomputed:
         keeps_attention: whether the results of attention are, and all else recomputed; may change as well.
         draws: it may draw random numbers, which a repetition must draw again.
         watch: notified of every forward and of every repetition.
+        in_graph: the compiled forward that recomputes in its backward graph; None if there is none, or it was not one graph.
     """
 
     def __init__(
@@ -112,15 +121,18 @@ class Recomputed:
         block: nn.Module,
         contexts: Contexts,
         more: Callable[[], AbstractContextManager[Any]] | None = None,
+        in_graph: Callable[..., Any] | None = None,
     ) -> None:
         """Args:
         name: of the block.
         block: the module; called through this from now on.
         contexts: contexts around a forward, and around its repetition.
         more: called in a forward, makes another context inside those of its repetition.
+        in_graph: the forward, compiled to recompute in its graph.
         """
         self.name, self.kept, self.keeps_attention, self.draws = name, False, False, True
         self.watch: LayerWatch | None = None
+        self.in_graph = in_graph
         self._block, self._contexts, self._more = block, contexts, more
         # block.compile() makes a callable that runs instead of forward.
         self._place = "forward" if getattr(block, _COMPILED, None) is None else _COMPILED
@@ -143,6 +155,11 @@ class Recomputed:
         kwargs = _without_cache(kwargs)
         if self.kept:
             return self.forward(*args, **kwargs)
+        if self.in_graph is not None and self._may_recompute_in_graph():
+            try:
+                return self.in_graph(*args, **kwargs)
+            except NotOneGraph:  # nothing of it has run
+                self.in_graph = None
         watch, run_before = self.watch, False
 
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -157,6 +174,12 @@ class Recomputed:
         return checkpoint(
             run, *args, use_reentrant=False, context_fn=self._around, preserve_rng_state=self.draws, **kwargs
         )
+
+    def _may_recompute_in_graph(self) -> bool:
+        # Modes that see operators have no rule for those that such a graph saves random numbers with.
+        seen = is_in_torch_dispatch_mode(include_infra_modes=False)
+        watched = self.watch is not None or DryRun.active is not None
+        return not (self.keeps_attention or watched or seen or _runs_eagerly())
 
     def _around(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         first, *again = self._contexts()
@@ -209,11 +232,13 @@ class RecomputedBlocks:
         model: nn.Module,
         more: Callable[[], AbstractContextManager[Any]] | None = None,
         blocks: Mapping[str, nn.Module] | None = None,
+        compiled: CompiledBlocks | None = None,
     ) -> None:
         """Args:
         model: this rank's part, as it is trained.
         more: called in a forward, makes a context for its repetition.
         blocks: those of the model, by name, if known.
+        compiled: its compiled blocks, if they may recompute in their graphs.
 
         Raises:
             SpecError: if it has no list of blocks.
@@ -230,7 +255,8 @@ class RecomputedBlocks:
         self._wrapped: dict[str, Recomputed] = {}
         contexts = recompute_contexts(model)
         for name, block in blocks.items():
-            self._wrapped[name] = Recomputed(name, block, contexts, more)
+            in_graph = None if compiled is None else compiled.recomputing(block)
+            self._wrapped[name] = Recomputed(name, block, contexts, more, in_graph)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -241,6 +267,11 @@ class RecomputedBlocks:
     def kept(self) -> tuple[str, ...]:
         """Names of the blocks that keep their activations."""
         return tuple(name for name, wrapped in self._wrapped.items() if wrapped.kept)
+
+    @property
+    def in_graphs(self) -> tuple[str, ...]:
+        """Names of the compiled blocks that recompute in their backward graphs, as far as is known."""
+        return tuple(name for name, wrapped in self._wrapped.items() if wrapped.in_graph is not None)
 
     @property
     def with_attention(self) -> tuple[str, ...]:
