@@ -850,6 +850,8 @@ def test_tables_have_joules_and_clocks_where_power_was_sampled(area: str) -> Non
     result = json.loads((Path(reports.__file__).parent / "results" / f"{area}.json").read_text())
     power = {"watts": 2000.0, "mhz": 1650.0, "milliseconds": 50.0}
     head = "J a step, all ranks | J a token | MHz |"
+    for case in result.get("cases", {}).values():
+        case.pop("power", None)
     assert head not in module.described(result)
     if area == "longest_sequence":
         (best, *_) = [each for each in result["counts"]["4"]["attempts"] if each["fits"]]

@@ -56,6 +56,7 @@ class Blocks(nn.Module):
 
 
 def llama() -> nn.Module:
+    torch.manual_seed(0)
     return build("llama-tiny", hidden=32, layers=3, heads=4, kv_heads=2, ffn=64, vocab_size=48, max_positions=8)
 
 
@@ -173,6 +174,29 @@ def test_blocks_with_side_effects_train_alike(kind: str) -> None:
     for name, weight in weights.items():
         torch.testing.assert_close(ours[name], weight, rtol=1e-10, atol=1e-12, msg=name)
     assert in_graphs == (0 if kind in ("counts", "counts in a buffer", "branches") else 3)
+
+
+@pytest.mark.few(1)
+@ranks(1)
+def test_more_sizes_than_graphs() -> None:
+    """torch.compile gives up after some graphs of one code; blocks then recompute outside of theirs."""
+
+    def steps(compile: object, recompute: str | None) -> tuple[list[float], int]:
+        torch.compiler.reset()
+        given = dict(optimizer=dict(name="sgd", lr=0.1), precision="fp64", kernels="off")
+        with Engine(llama(), {}, compile=compile, recompute=recompute, **given) as engine:
+            losses = []
+            for rows in range(1, torch._dynamo.config.recompile_limit + 4):
+                ids = torch.arange(8 * rows).view(rows, 8) % 48
+                losses.append(engine.train_step({"input_ids": ids, "labels": ids}))
+            blocks = engine.recomputed_blocks
+            return losses, 0 if blocks is None else len(blocks.in_graphs)
+
+    losses, _ = steps(False, None)
+    found, in_graphs = steps(dict(backend="aot_eager", dynamic=False), "blocks")
+    assert found == pytest.approx(losses, rel=1e-12)
+    assert in_graphs == 0
+    assert steps(dict(backend="aot_eager"), "blocks") == (pytest.approx(losses, rel=1e-12), 3)  # sizes become symbols
 
 
 @pytest.mark.few(1)

@@ -51,8 +51,9 @@ def _tables(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Ten
         )
     b, s, _, d = q.shape
     r = cos.shape[-1]
-    shapes = ((s, r), (1, s, r), (b, s, r))
-    if cos.shape != sin.shape or tuple(cos.shape) not in shapes or r % 2 or r > d:
+    # Size by size: torch.compile finds no tuple of shapes that contains one with a size that is a symbol.
+    fits = cos.ndim in (2, 3) and cos.shape[-2] == s and (cos.ndim == 2 or cos.shape[0] == 1 or cos.shape[0] == b)
+    if cos.shape != sin.shape or not fits or r % 2 or r > d:
         raise ValueError(
             f"cos and sin must both be [s, r] or [b, s, r] with r even and at most d, here s = {s}, b = {b}, d = {d}; "
             f"got {list(cos.shape)} and {list(sin.shape)}"

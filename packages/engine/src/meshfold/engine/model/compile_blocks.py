@@ -135,7 +135,7 @@ def _check_options(value: object, found: CompileSettings) -> None:
 
 
 class NotOneGraph(Exception):
-    """A block cannot recompute in its backward graph: it makes several graphs, or has side effects that a graph cannot repeat."""
+    """A block cannot recompute in its backward graph: it makes several, has side effects, or has got inputs of too many sizes."""
 
 
 class CompiledBlocks:
@@ -201,7 +201,7 @@ class CompiledBlocks:
     def recomputing(self, block: nn.Module) -> Callable[..., Any] | None:
         """Return a block's forward, compiled so that its backward graph recomputes its activations; compiled when it is called.
 
-        A call raises :class:`NotOneGraph`, before anything has run, if the block makes several graphs or has side effects.
+        A call raises :class:`NotOneGraph`, before anything has run, if the block cannot be compiled so.
 
         Args:
             block: of these.
@@ -220,7 +220,7 @@ class CompiledBlocks:
         def forward(*args: Any, **kwargs: Any) -> Any:
             try:
                 return compiled(*args, **kwargs)
-            except torch._dynamo.exc.TorchDynamoException as error:
+            except (torch._dynamo.exc.TorchDynamoException, torch._dynamo.exc.FailOnRecompileLimitHit) as error:
                 raise NotOneGraph(str(error)) from error
 
         return forward
