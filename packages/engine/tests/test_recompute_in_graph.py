@@ -187,6 +187,14 @@ def test_more_sizes_than_graphs() -> None:
     assert steps(dict(backend="aot_eager"), "blocks") == (pytest.approx(losses, rel=1e-12), 3)  # sizes become symbols
 
 
+@ranks(1)
+def test_blocks_that_keep_attention_are_not_in_graphs() -> None:
+    given = dict(optimizer=dict(name="adamw", lr=1e-2), compile=dict(backend="aot_eager"))
+    with Engine(llama(), {}, recompute="but-attention", **given) as engine:
+        assert engine.recomputed_blocks is not None
+        assert engine.recomputed_blocks.names and engine.recomputed_blocks.in_graphs == ()
+
+
 @pytest.mark.few(1)
 @ranks(1)
 def test_a_mode_that_sees_operators_works_around_a_step() -> None:

@@ -212,18 +212,20 @@ def _change_layers(
         opened.callback(fused.close)
         if part.pipelined is not None and fused.logits is not None:
             part.pipelined.pipeline.defer_logits(fused.logits)
-    in_graphs = compiled if not asked.cuda_graph and _recomputes_in_graphs(part.model, world.spec) else None
+    in_graphs = compiled if _recomputes_in_graphs(part.model, world.spec, asked) else None
     blocks = recomputation.recompute_blocks(recompute, part.model, sequence, part.pipelined, in_graphs)
     if blocks is not None:
         opened.callback(blocks.close)
     return _ChangedLayers(fp8=fp8, compiled=compiled, fused=fused, blocks=blocks)
 
 
-def _recomputes_in_graphs(model: nn.Module, spec: ParallelSpec) -> bool:
+def _recomputes_in_graphs(model: nn.Module, spec: ParallelSpec, asked: Arguments) -> bool:
     """Return True if compiled blocks may recompute in their graphs: they have no dropout and send no messages.
 
-    (Nor in CUDA graphs: torch's graphs save the state of random numbers for attention, without dropout too.)
+    Nor in CUDA graphs: torch's graphs save the state of random numbers for attention, without dropout too.
     """
+    if asked.compile is None or asked.cuda_graph:
+        return False
     sends = spec.tensor is not None or spec.sequence is not None or spec.expert is not None or spec.axial is not None
     return not sends and not dropout_settings(model)
 

@@ -14,7 +14,7 @@ repeated outside of its graph runs whole.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from functools import cache, update_wrapper, wraps
 from types import CodeType, FunctionType, MethodType
@@ -138,6 +138,19 @@ class NotOneGraph(Exception):
     """A block cannot recompute in its backward graph: it makes several, has side effects, or has got inputs of too many sizes."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Changed:
+    """The forwards of a block: its own before (None: its class's), what was compiled, and that compiled."""
+
+    before: Callable[..., Any] | None
+    method: Callable[..., Any]
+    compiled: Callable[..., Any]
+
+    def is_in_place(self, block: nn.Module) -> bool:
+        """Return True if the block's forward is the compiled one; False if it has been wrapped since."""
+        return block.__dict__.get("forward") is self.compiled
+
+
 class CompiledBlocks:
     """The compiled modules of a model: its repeated blocks, or the model if it has none."""
 
@@ -171,8 +184,7 @@ class CompiledBlocks:
             blocks = {"": model}
         self.blocks = dict(blocks)
         self.backend = settings.backend
-        self._before: list[tuple[nn.Module, Any, Any]] = []
-        self._methods: dict[nn.Module, MethodType] = {}  # what was compiled
+        self._changed: dict[nn.Module, _Changed] = {}
         kinds: dict[object, dict[object, int]] = {}  # numbers of kinds that would share code
         for name, block in self.blocks.items():
             found = block.forward
@@ -181,10 +193,8 @@ class CompiledBlocks:
             kind = alike.setdefault((type(block), name.rpartition(".")[0], parameter_shapes(block)), len(alike))
             if kind and isinstance(found, MethodType):
                 found = _with_own_code(found, kind)
-            if isinstance(found, MethodType):
-                self._methods[block] = found
             compiled = _without_gaps(self._compile(found))
-            self._before.append((block, block.__dict__.get("forward"), compiled))
+            self._changed[block] = _Changed(before=block.__dict__.get("forward"), method=found, compiled=compiled)
             block.forward = compiled
 
     def _compile(self, forward: Callable[..., Any], *, one_graph: bool = False) -> Callable[..., Any]:
@@ -204,17 +214,18 @@ class CompiledBlocks:
         A call raises :class:`NotOneGraph`, before anything has run, if the block cannot be compiled so.
 
         Args:
-            block: of these.
+            block: of the model.
 
         Returns:
-            None if the block's forward is not a method, has been wrapped since it was compiled (the wrapper would be left out), or
-            replays CUDA graphs.
+            None if the block is not compiled, its forward is no method or has been wrapped since (a wrapper would be left out),
+            or it replays CUDA graphs.
         """
-        ours = next((compiled for of, _, compiled in self._before if of is block), None)
-        method = self._methods.get(block)
-        if method is None or block.__dict__.get("forward") is not ours or self._settings.mode in _GRAPH_MODES:
+        changed = self._changed.get(block)
+        if changed is None or not isinstance(changed.method, MethodType) or not changed.is_in_place(block):
             return None
-        compiled = _without_gaps(self._compile(_recomputed(method), one_graph=True))
+        if self._settings.mode in _GRAPH_MODES:
+            return None
+        compiled = _without_gaps(self._compile(_recomputed(changed.method), one_graph=True))
 
         @wraps(compiled)
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -238,15 +249,14 @@ class CompiledBlocks:
 
     def close(self) -> None:
         """Restore the modules' own forward, unless it has been wrapped again."""
-        for block, before, compiled in self._before:
-            if block.__dict__.get("forward") is not compiled:
+        for block, changed in self._changed.items():
+            if not changed.is_in_place(block):
                 continue
-            if before is None:
+            if changed.before is None:
                 del block.forward
             else:
-                block.forward = before
-        self._before.clear()
-        self._methods.clear()
+                block.forward = changed.before
+        self._changed.clear()
 
 
 def _without_gaps(compiled: Callable[..., Any]) -> Callable[..., Any]:
@@ -281,13 +291,13 @@ def _has_gaps(x: Tensor) -> bool:
     return 0 not in strides and last + 1 > x.numel() > 0
 
 
-def _with_own_code(method: MethodType, number: int) -> Callable[..., Any]:
-    """Return a method with another code object, for which torch.compile keeps graphs and sizes apart."""
+def _with_own_code(method: MethodType, mark: Hashable) -> Callable[..., Any]:
+    """Return a method with another code object, one for each mark, for which torch.compile keeps graphs and sizes apart."""
     function = method.__func__
     if not isinstance(function, FunctionType):
         return method
     own = FunctionType(
-        _copy_of(function.__code__, number),
+        _copy_of(function.__code__, mark),
         function.__globals__,
         function.__name__,
         function.__defaults__,
@@ -299,9 +309,9 @@ def _with_own_code(method: MethodType, number: int) -> Callable[..., Any]:
 
 
 @cache
-def _copy_of(code: CodeType, number: int) -> CodeType:
+def _copy_of(code: CodeType, mark: Hashable) -> CodeType:
     """Return the same copy of a code each time: engines made one after the other share what was compiled."""
-    return code.replace(co_name=f"{code.co_name}_{number}")
+    return code.replace(co_name=f"{code.co_name}_{getattr(mark, 'co_name', mark)}")
 
 
 def _recomputed(method: MethodType) -> Callable[..., Any]:
@@ -314,18 +324,7 @@ def _recomputed(method: MethodType) -> Callable[..., Any]:
 
         return checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
-    own = FunctionType(
-        _recompute_of(recompute.__code__, getattr(function, "__code__", None)),
-        recompute.__globals__,
-        closure=recompute.__closure__,
-    )
-    return MethodType(own, method.__self__)
-
-
-@cache
-def _recompute_of(code: CodeType, of: CodeType | None) -> CodeType:
-    """Return the copy of a code for methods of another: torch.compile counts graphs by code."""
-    return code.replace(co_name=f"recompute_{'block' if of is None else of.co_name}")
+    return _with_own_code(MethodType(recompute, method.__self__), getattr(function, "__code__", function))
 
 
 def _check_whole(model: nn.Module, spec: ParallelSpec) -> None:

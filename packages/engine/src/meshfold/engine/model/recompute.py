@@ -271,7 +271,11 @@ class RecomputedBlocks:
     @property
     def in_graphs(self) -> tuple[str, ...]:
         """Names of the compiled blocks that recompute in their backward graphs, as far as is known."""
-        return tuple(name for name, wrapped in self._wrapped.items() if wrapped.in_graph is not None)
+        return tuple(
+            name
+            for name, wrapped in self._wrapped.items()
+            if wrapped.in_graph is not None and not (wrapped.kept or wrapped.keeps_attention)
+        )
 
     @property
     def with_attention(self) -> tuple[str, ...]:
