@@ -88,12 +88,9 @@ def test_a_model_takes_as_long_as_on_its_slowest_rank_before_its_seconds_are_div
     with start() as process, pytest.MonkeyPatch.context() as patched:
         plain, norms = ((20.0, 80.0), (10.0, 100.0))[process.rank]
 
-        def took(_: Any, __: Any, kind: Any) -> HostSeconds:
-            return (
-                HostSeconds(forward=norms, backward=norms, update=1.0)
-                if kind.norms
-                else HostSeconds(forward=plain, backward=plain, update=1.0)
-            )
+        def took(_: Any, __: Any, kinds: Any) -> list[HostSeconds]:
+            seconds = [norms if kind.norms else plain for kind in kinds]
+            return [HostSeconds(forward=one, backward=one, update=1.0) for one in seconds]
 
         patched.setattr(module, "_measured", took)
         patched.setattr(module, "_counted_kind", lambda _, __, kind: fused if kind.norms else counts)
@@ -132,11 +129,11 @@ def test_the_launches_of_units_are_measured_under_zero(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(module, "Engine", noted)
     monkeypatch.setattr(module, "_slowest", lambda took, everyone, device: took)
-    seconds = iter((20.0, 20.0, 20.0, 20.0, 35.0))
+    seconds = (20.0, 20.0, 20.0, 20.0, 35.0)
     measured = module._measured
 
-    def took(*args: Any) -> HostSeconds:
-        return replace(measured(*args), forward=next(seconds))
+    def took(*args: Any) -> list[HostSeconds]:
+        return [replace(one, forward=forward) for one, forward in zip(measured(*args), seconds, strict=True)]
 
     monkeypatch.setattr(module, "_measured", took)
     with start() as process:
@@ -145,6 +142,23 @@ def test_the_launches_of_units_are_measured_under_zero(monkeypatch: pytest.Monke
         mesh.close()
     assert found.unit == (35.0 - 20.0) / (TINY.layers + 2)  # its layers, the embedding and the head
     assert [*made] == [{}, {}, {}, {}, {"zero": {"stage": 1}}]
+
+
+def test_models_are_timed_by_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launches are differences of models' seconds: one after another, a host that became slower was a kernel's fault."""
+    from meshfold.planner.calibration import launches as module
+
+    turns, step = list[int](), module._TinyTraining.step
+
+    def noted(self: Any) -> HostSeconds:
+        turns.append(id(self))
+        return step(self)
+
+    monkeypatch.setattr(module._TinyTraining, "step", noted)
+    with start() as process:
+        took = module._measured(process, replace(TINY, warm_up=1, steps=2), module._KINDS)
+    assert len(took) == len(module._KINDS) and all(one.forward > 0 for one in took)
+    assert len(set(turns[:5])) == 5 and turns == 3 * turns[:5]
 
 
 def test_a_model_of_experts_is_charged_for_its_layers() -> None:

@@ -14,8 +14,9 @@ seconds divided: the most of each rank's differences would be the noise of all o
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
 from statistics import median
 
 import torch
@@ -195,8 +196,8 @@ def measure_launches(process: Process, effort: Effort, everyone: Group) -> Launc
         everyone: all ranks.
     """
     plain, fused, summed, experts, chunked = (
-        (_slowest(_measured(process, effort, kind), everyone, process.device), _counted_kind(effort, process, kind))
-        for kind in _KINDS
+        (_slowest(took, everyone, process.device), _counted_kind(effort, process, kind))
+        for took, kind in zip(_measured(process, effort, _KINDS), _KINDS, strict=True)
     )
     found = with_sums(launches_of(plain[0], fused[0], plain[1], fused[1]), *summed)
     found = with_experts(found, *experts, layers=effort.layers)
@@ -219,46 +220,73 @@ def _precision(device_type: str) -> str:
     return "bf16" if device_type == "cuda" else "fp32"
 
 
-def _measured(process: Process, effort: Effort, kind: _Kind) -> HostSeconds:
-    """Train the model, and return the medians of the host's seconds.
+def _measured(process: Process, effort: Effort, kinds: Sequence[_Kind]) -> list[HostSeconds]:
+    """Train the models by turns, and return the medians of the host's seconds.
 
-    A step is two micro-steps: the seconds by which the second one is longer are the optimizer's.
+    Launches are differences of the models' seconds, which are small. A host is faster at one time than at another, so each model
+    makes a step in every round.
     """
-    model: list[_Model] = []
-
-    def build() -> _Model:
-        model.append(_Model(effort.layers, norms=kind.norms, experts=kind.experts))
-        return model[-1]
-
-    device, samples = process.device, list[tuple[float, float, float]]()
-    spec: dict[str, object] = dict(data=process.world_size) if process.world_size > 1 else dict()
-    if kind.zero:
-        spec["zero"] = dict(stage=1, placement="cuda") if device.type == "cuda" else dict(stage=1)
-    with Engine(
-        build,
-        parallel=spec,
-        optimizer=dict(name="adamw", lr=1e-5),
-        precision=_precision(device.type),
-        clip_grad_norm=1.0,
-        gradient_accumulation=2,
-        kernels="auto" if kind.sums else dict(residual=False),
-        device=device,
-    ) as engine:
-        ids = torch.zeros(process.world_size, _TOKENS, dtype=torch.int64)
-        batch = engine.shard_batch(dict(input_ids=ids, labels=ids))
+    samples: list[list[HostSeconds]] = [[] for _ in kinds]
+    with ExitStack() as stack:
+        models = [stack.enter_context(_TinyTraining(process, effort, kind)) for kind in kinds]
         for _ in range(effort.warm_up + effort.steps):
-            spent = []
-            for _ in range(2):
-                wait(device)
-                begin = time.perf_counter()
-                engine.run_step(batch)
-                whole = time.perf_counter() - begin  # the device may still compute
-                spent.append((model[-1].took[0], whole - model[-1].took[0]))
-            (forward, backward), (_, ending) = spent
-            samples.append((forward, backward, max(0.0, ending - backward)))
-        wait(device)
-    forward, backward, update = (median(column) for column in zip(*samples[effort.warm_up :], strict=True))
-    return HostSeconds(forward=forward, backward=backward, update=update)
+            for model, spent in zip(models, samples, strict=True):
+                spent.append(model.step())
+    return [_median(spent[effort.warm_up :]) for spent in samples]
+
+
+def _median(samples: Sequence[HostSeconds]) -> HostSeconds:
+    """Return the medians of the seconds of each phase."""
+    return HostSeconds(**{phase: median(getattr(one, phase) for one in samples) for phase in asdict(samples[0])})
+
+
+class _TinyTraining:
+    """A model of one kind in an engine."""
+
+    def __init__(self, process: Process, effort: Effort, kind: _Kind) -> None:
+        made: list[_Model] = []
+
+        def build() -> _Model:
+            made.append(_Model(effort.layers, norms=kind.norms, experts=kind.experts))
+            return made[-1]
+
+        device = process.device
+        spec: dict[str, object] = dict(data=process.world_size) if process.world_size > 1 else dict()
+        if kind.zero:
+            spec["zero"] = dict(stage=1, placement="cuda") if device.type == "cuda" else dict(stage=1)
+        self._device = device
+        self._engine = Engine(
+            build,
+            parallel=spec,
+            optimizer=dict(name="adamw", lr=1e-5),
+            precision=_precision(device.type),
+            clip_grad_norm=1.0,
+            gradient_accumulation=2,
+            kernels="auto" if kind.sums else dict(residual=False),
+            device=device,
+        )
+        self._model = made[-1]
+        ids = torch.zeros(process.world_size, _TOKENS, dtype=torch.int64)
+        self._batch = self._engine.shard_batch(dict(input_ids=ids, labels=ids))
+
+    def step(self) -> HostSeconds:
+        """Train with two micro-steps: the seconds by which the second one is longer are the optimizer's."""
+        spent = []
+        for _ in range(2):
+            wait(self._device)
+            begin = time.perf_counter()
+            self._engine.run_step(self._batch)
+            whole = time.perf_counter() - begin  # the device may still compute
+            spent.append((self._model.took[0], whole - self._model.took[0]))
+        (forward, backward), (_, ending) = spent
+        return HostSeconds(forward=forward, backward=backward, update=max(0.0, ending - backward))
+
+    def __enter__(self) -> _TinyTraining:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        wait(self._device)
+        self._engine.close()
 
 
 def counted(layers: int, device_type: str, *, norms: bool, sums: bool = False, experts: bool = False) -> Counts:
