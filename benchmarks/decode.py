@@ -289,7 +289,7 @@ def ours(name: str, model: Any, options: argparse.Namespace, plain: bool = False
         tokens=room,
         page_size=options.page_size,
         most_rows=options.batch,
-        chunk=max(min(options.batch * options.prompt, PREFILL), 512, options.batch),
+        chunk=max(min(options.batch * options.prompt, PREFILL), options.batch),
         ahead=options.ahead,
         sums=options.sums,
         **settings,
