@@ -30,8 +30,10 @@ from experiments.torchtitan import run as torchtitan
 from experiments.torchtitan import simulated as titan_plans
 from experiments.trained import Job, trained
 from integration_tests.committed import committed
+from meshfold.engine.zero import USUAL_CONTEXT_BYTES, DeviceLimit
 from meshfold.mesh.testing import ranks
 from meshfold.planner import Machine, find_machine
+from meshfold.zero_gemini.machine_rates import ALLOCATOR_MARGIN
 
 CPU = torch.device("cpu")
 SMALL = Size(layers=3, hidden=256, heads=4)
@@ -155,14 +157,19 @@ def test_a_smaller_budget_takes_longer() -> None:
     one = replace(budget_plans.setting(), layers=3, hidden=128, heads=2, sequence=128)
     whole = budget_plans.plan(one, 16, None)
     blocks = budget_plans.plan(one, 16, None, "blocks")
-    between = budget_plans.plan(one, 16, (whole["GB"] + blocks["GB"]) / 2)
+    budget = (whole["GB"] + blocks["GB"]) / 2
+    limit = DeviceLimit(
+        bytes=round(budget * GB / (1 - ALLOCATOR_MARGIN)) + USUAL_CONTEXT_BYTES, outside=USUAL_CONTEXT_BYTES
+    )
+    between = budget_plans.plan(one, 16, limit.bytes / GB)
+    assert limit.of_plan == pytest.approx(budget * GB)
     assert blocks["GB"] < between["GB"] < whole["GB"]
     assert whole["seconds"] <= between["seconds"] <= blocks["seconds"]
 
 
 def test_the_batch_of_a_budget_is_the_largest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(budget_plans, "plan", lambda one, batch, budget: {"GB": 4.0 + 0.9 * batch})
-    assert budget_plans.largest(budget_plans.setting(), 53.0) == 52
+    assert budget_plans.largest(budget_plans.setting(), 53.0) == 48  # in 50.4 GB
 
 
 def test_a_budget_runs() -> None:

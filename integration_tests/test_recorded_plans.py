@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 
-from meshfold.engine.zero.measured_plans import CONTEXT_BYTES
+from meshfold.engine.zero.device_limit import CONTEXT_BYTES, DeviceLimit
 from meshfold.mesh.spec import parse_bytes
-from meshfold.zero_gemini.machine_rates import ALLOCATOR_MARGIN
 from meshfold.zero_gemini.planner import ChunkCost, Layer, Limits, Machine, Plan, Regime, Workload, plan
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
@@ -37,7 +36,7 @@ def made_again(run: Mapping[str, Any]) -> Plan:
     """Plan the run's workload on its machine within its limit, as the engine does."""
     words, limit = run["plan"], parse_bytes(run["gpu_memory"])
     host = parse_bytes(run["host_memory"]) if run["host_memory"] else None
-    limits = Limits(gpu_bytes=int((limit - CONTEXT_BYTES) * (1 - ALLOCATOR_MARGIN)), host_bytes=host, disk_bytes=0)
+    limits = Limits(gpu_bytes=DeviceLimit(bytes=limit, outside=CONTEXT_BYTES).of_plan, host_bytes=host, disk_bytes=0)
     return plan(workload_of(words["workload"]), Machine(**words["machine"]), limits)
 
 

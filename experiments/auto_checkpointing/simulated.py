@@ -10,6 +10,7 @@ from typing import Any
 from experiments.planned import GB, Size, planned
 from experiments.report import read_csv
 from experiments.toml_tables import read_tables
+from meshfold.engine.zero import USUAL_CONTEXT_BYTES, DeviceLimit
 from meshfold.planner import Machine, find_machine
 
 FOLDER = Path(__file__).resolve().parent
@@ -95,7 +96,8 @@ def plan(one: Setting, batch: int, budget: float | None, recompute: str | None =
 def largest(one: Setting, budget: float) -> int:
     """Return the most sequences, in steps of four, that a budget holds with nothing recomputed."""
     few, more = (plan(one, batch, None)["GB"] for batch in (STEP, 2 * STEP))
-    found = STEP * int((budget - 2 * few + more) / (more - few))
-    while plan(one, found, None)["GB"] > budget:
+    room = DeviceLimit(bytes=int(budget * GB), outside=USUAL_CONTEXT_BYTES).of_plan / GB
+    found = STEP * int((room - 2 * few + more) / (more - few))
+    while plan(one, found, None)["GB"] > room:
         found -= STEP
     return found

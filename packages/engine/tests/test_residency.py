@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from meshfold.engine import Engine
-from meshfold.engine.zero import measured_plans
+from meshfold.engine.zero import device_limit, measured_plans
 from meshfold.engine.zero import residency as residency_module
 from meshfold.engine.zero.measured_plans import MeasuredPlans
 from meshfold.engine.zero.residency import Residency
@@ -262,11 +262,11 @@ def test_what_cuda_takes_is_no_memory_of_a_plan_nor_of_the_allocator(monkeypatch
     device, free, reserved = torch.device("cuda", 0), [0], 20 * 2**30
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free[0], 64 * 2**30))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: reserved)
-    monkeypatch.setattr(measured_plans, "channel_bytes", lambda: 3 * MiB)
+    monkeypatch.setattr(device_limit, "channel_bytes", lambda: 3 * MiB)
     for taken, counted in ((1024, 1024), (100, 603), (9000, 1283)):  # a measurement; too little; another process
         free[0] = 44 * 2**30 - taken * MiB
-        assert measured_plans.outside_bytes(device) == counted * MiB
-    assert measured_plans.outside_bytes(torch.device("cpu")) == 0
+        assert device_limit.outside_bytes(device) == counted * MiB
+    assert device_limit.outside_bytes(torch.device("cpu")) == 0
 
     capped: list[int | None] = []
     real = residency_module.limit_allocator

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from meshfold.engine import Engine
-from meshfold.engine.zero import measured_plans
+from meshfold.engine.zero import device_limit
 from meshfold.engine.zero.plan import plan_for
 from meshfold.engine.zero.states import ZeroStates
 from meshfold.mesh.collectives.push import channel_bytes
@@ -137,7 +137,7 @@ def test_on_a_gpu_a_limit_also_has_cuda_and_channels() -> None:
         gpu = replace(engine.world, device=torch.device("cuda"))
         with (
             mock.patch.object(plans, "_world", gpu),
-            mock.patch.object(measured_plans, "channel_bytes", return_value=MiB),
+            mock.patch.object(device_limit, "channel_bytes", return_value=MiB),
             mock.patch("torch.cuda.mem_get_info", return_value=(0, 0)),
             mock.patch("torch.cuda.memory_reserved", return_value=0),
         ):

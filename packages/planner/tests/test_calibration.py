@@ -291,6 +291,7 @@ def test_a_hosts_memory_is_measured_by_all_ranks_and_by_one() -> None:
     with start() as process, pytest.MonkeyPatch.context() as patched:
         rank, device = process.rank, torch.device("cpu")
         rates = H200.rates("bf16", mesh=Mesh({"data": 2}, rank=0), axes=("data",), ranks=2)
+        rates = replace(rates, gpu_streaming=30.0 + rank, host_memory_while_streaming=20.0)
         patched.setattr(machine_rates, "measure_machine", lambda _, everyone: rates)
         patched.setattr(machine_rates, "measure_host_in_use", used)
         patched.setattr("os.sched_getaffinity", lambda _: {2 * rank, 2 * rank + 1, 7})
@@ -298,6 +299,7 @@ def test_a_hosts_memory_is_measured_by_all_ranks_and_by_one() -> None:
         notes: list[str] = []
         host = module._host(H200.host, mesh.group("rank"), device, replace(TINY, host=True), None, 2, notes)
         assert (host.stepping, host.moments) == (100.0, 120.0)
+        assert (host.streaming, host.stepping_while_streaming) == (61.0, 40.0)
         assert (host.stepping_of_one, host.moments_of_one) == (100.0, 120.0)  # the first rank's second call
         assert len(calls) == 2 - rank
         assert host.cores == 5  # two of each rank, and one that both may use

@@ -26,6 +26,8 @@ _MAY_BE_ZERO = {
     "moments",
     "stepping_of_one",
     "moments_of_one",
+    "streaming",
+    "stepping_while_streaming",
     "error",
     "lag",
     "latency",

@@ -50,6 +50,9 @@ class Host:
         stepping_of_one: most of ``stepping`` that one rank reaches with its cores, the others of a node at rest. 0: not measured,
             all of it.
         moments_of_one: the same of ``moments``.
+        streaming: bytes a second of state, up and down together, that passes through all devices to be stepped while the cores step
+            other state. 0: not measured, or no faster than the cores alone.
+        stepping_while_streaming: ``stepping`` at that time.
     """
 
     memory: float
@@ -65,6 +68,28 @@ class Host:
     moments: float = 0.0
     stepping_of_one: float = 0.0
     moments_of_one: float = 0.0
+    streaming: float = 0.0
+    stepping_while_streaming: float = 0.0
+
+    def rank_rates(self, ranks: int) -> RankRates:
+        """Return the rates of one of some ranks that share the host. Few ranks do not reach all that its memory gives to many."""
+        streaming = min(self.streaming / ranks, self.both)  # of one device's link
+        return RankRates(
+            stepping=min((self.stepping or self.bandwidth) / ranks, self.stepping_of_one or math.inf),
+            moments=min(self.moments / ranks, self.moments_of_one or math.inf),
+            streaming=streaming,
+            stepping_while_streaming=self.stepping_while_streaming * streaming / self.streaming if streaming else 0.0,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankRates:
+    """A rank's share of the rates of its :class:`Host` under the same names."""
+
+    stepping: float
+    moments: float
+    streaming: float
+    stepping_while_streaming: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,17 +213,17 @@ class Machine:
     ) -> Rates:
         """Return one rank's share of a node: rates are divided by the ranks on it. The ranks share the host's memory and disk.
 
-        Few ranks do not reach all that the host's memory gives to many.
-
         Args:
             precision: of the model.
             mesh: the ranks.
             axes: those over which parameters are gathered and gradients summed.
             ranks: of the mesh on one node.
         """
+        from meshfold.zero_gemini.optimizer import STREAMING_BYTES
         from meshfold.zero_gemini.planner import Machine as Rates
 
         host = self.host
+        mine = host.rank_rates(ranks)
         return Rates(
             name=self.name,
             flops=self.flops[precision],
@@ -206,8 +231,11 @@ class Machine:
             h2d=host.up,
             d2h=host.down,
             pcie_both=host.both,
-            host_memory=min((host.stepping or host.bandwidth) / ranks, host.stepping_of_one or math.inf),
-            moments_memory=min(host.moments / ranks, host.moments_of_one or math.inf),
+            host_memory=mine.stepping,
+            moments_memory=mine.moments,
+            gpu_streaming=mine.streaming,
+            host_memory_while_streaming=mine.stepping_while_streaming,
+            streaming_bytes=STREAMING_BYTES if mine.streaming else 0,
             disk_read=host.disk_read / ranks,
             disk_write=host.disk_write / ranks,
             collective=self.slowest(mesh, axes),

@@ -15,6 +15,8 @@ from meshfold.engine.precision import Precision, other_dtypes
 from meshfold.engine.world import World
 from meshfold.engine.zero import (
     PROCESS_BYTES,
+    USUAL_CONTEXT_BYTES,
+    DeviceLimit,
     InFlight,
     largest_output,
     limits_of,
@@ -26,7 +28,7 @@ from meshfold.kernels import Fp8Weight
 from meshfold.mesh import Entry, Log, Mesh, record
 from meshfold.mesh.collectives.push import bytes_of_channel, channel_bytes, pushes
 from meshfold.mesh.model_io import DryRun, OperatorCounter
-from meshfold.mesh.spec import ZeroSpec, format_bytes
+from meshfold.mesh.spec import ZeroSpec
 from meshfold.planner.clock import Work, kernels_of, operator_seconds
 from meshfold.planner.collected_gradients import moved_bytes, taking
 from meshfold.planner.estimate_settings import EstimateSettings
@@ -109,7 +111,7 @@ def estimate_zero(
     recomputed = settings.recompute in EVERY_BLOCK
     workload = replace(workload, recomputed=recomputed, **largest_output(engine.model, tokens // accumulation))
     rates = machine.rates(precision.name, mesh=world.mesh, axes=world.outer_axes, ranks=local)
-    found, refusal, memory = fit(spec, workload, rates, channel_bytes(machine.reaches))
+    found, refusal, memory = fit(spec, workload, rates, Outside.of(machine))
     if found is not None and blocks is not None:
         blocks.keep([layer.name for layer in found.layers if layer.kept])
         _, counted, log = traced()  # layers that keep activations are not recomputed, nor their collectives repeated
@@ -122,43 +124,52 @@ def estimate_zero(
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class Outside:
+    """Bytes of a device that are not the allocator's.
+
+    Attributes:
+        channels: push channels of tensor parallelism, besides those of chunks.
+        context: CUDA and its libraries.
+    """
+
+    channels: int
+    context: int
+
+    @classmethod
+    def of(cls, machine: Machine) -> Outside:
+        """Return those of a machine's devices."""
+        context = USUAL_CONTEXT_BYTES if machine.kind == "gpu" else 0
+        return cls(channels=channel_bytes(machine.reaches), context=context)
+
+
 def zero_of(settings: EstimateSettings) -> ZeroSpec:
     """Return the entry ``zero`` of a spec that has one."""
     assert settings.spec.zero is not None  # asked by the caller
     return settings.spec.zero
 
 
-def fit(spec: ZeroSpec, workload: Workload, rates: Rates, channels: int) -> tuple[Plan | None, str, Memory]:
+def fit(spec: ZeroSpec, workload: Workload, rates: Rates, outside: Outside) -> tuple[Plan | None, str, Memory]:
     """Plan a workload within a spec's limits.
-
-    ``channels``: bytes of the push channels of tensor parallelism, besides those of chunks.
 
     Returns:
         The plan, or None and the reason; its memory, or that of everything on a device without limits.
     """
-    channels += workload.channels * bytes_of_channel()
-    limits = limits_of(spec)
-    if limits.gpu_bytes is not None:
-        limits = replace(limits, gpu_bytes=max(0, limits.gpu_bytes - channels))
+    channels = outside.channels + workload.channels * bytes_of_channel()
+    limits, own = limits_of(spec), None
     rates = replace(rates, gpu_bytes=max(0, rates.gpu_bytes - channels))
+    if limits.gpu_bytes is not None and limits.gpu_bytes - channels - outside.context < rates.gpu_bytes:
+        own = DeviceLimit(bytes=limits.gpu_bytes, outside=channels + outside.context)
+        limits = replace(limits, gpu_bytes=own.of_plan)
     try:
         found = plan_for(spec, workload, rates, limits)
     except MemoryPlanError as error:
         plenty = 2**60
         roomy = replace(rates, gpu_bytes=plenty, host_bytes=plenty, disk_bytes=plenty)
         anywhere = plan_for(replace(spec, placement="cuda", offload_path=None), workload, roomy, Limits())
-        return None, _with_channels(error, channels), replace(memory_of(anywhere), channels=channels)
+        told = own.explained(error) if own is not None and isinstance(error, DoesNotFit) else error
+        return None, str(told), replace(memory_of(anywhere), channels=channels)
     return found, "", replace(memory_of(found), channels=channels)
-
-
-def _with_channels(error: MemoryPlanError, channels: int) -> str:
-    """Return a refusal's text, which also says what the limit of a device has to be with the bytes of push channels."""
-    if not channels or not isinstance(error, DoesNotFit) or error.minimum_gpu_bytes is None:
-        return str(error)
-    return (
-        f"{error} Push channels take another {format_bytes(channels)} of the GPU: with host and disk as they are its limit has to "
-        f"be at least {error.minimum_gpu_bytes + channels:,} bytes."
-    )
 
 
 def pushed_on(machine: Machine, mesh: Mesh, transport: str) -> Callable[[tuple[str, ...], int], bool]:
@@ -322,7 +333,7 @@ class StageProblem:
     accumulation: int
     ranks_per_host: int
     name: str
-    channels: int = 0
+    outside: Outside
     recomputed: bool = False
 
     def solved(self, live: int, stages: int, microbatches: int) -> Solved:
@@ -349,7 +360,7 @@ class StageProblem:
         )
         flying = InFlight(live=live, stages=stages, microbatches=microbatches)
         workload = replace(workload_in_flight(one, self.trace, flying), recomputed=self.recomputed)
-        found, refusal, memory = fit(self.spec, workload, self.rates, self.channels)
+        found, refusal, memory = fit(self.spec, workload, self.rates, self.outside)
         return Solved(
             plan=found,
             refusal=refusal,
@@ -408,6 +419,6 @@ def stage_problem(
         accumulation=settings.accumulate,
         ranks_per_host=local,
         name=settings.name,
-        channels=channel_bytes(machine.reaches),
+        outside=Outside.of(machine),
         recomputed=settings.recompute in EVERY_BLOCK,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from meshfold.engine.zero.device_limit import USUAL_CONTEXT_BYTES, DeviceLimit
 from meshfold.engine.zero.kept_state import kept_state
 from meshfold.engine.zero.measured_plans import InFlight, workload_in_flight
 from meshfold.engine.zero.memory import PROCESS_BYTES, largest_output
@@ -10,6 +11,8 @@ from meshfold.engine.zero.states import ZeroStates
 
 __all__ = [
     "PROCESS_BYTES",
+    "USUAL_CONTEXT_BYTES",
+    "DeviceLimit",
     "InFlight",
     "ZeroStates",
     "kept_state",

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from math import ceil
 
-import torch
 from torch import nn
 
 from meshfold.engine.world import World
+from meshfold.engine.zero.device_limit import DeviceLimit, outside_bytes
 from meshfold.engine.zero.memory import free_host_bytes
 from meshfold.engine.zero.plan import plan_for
 from meshfold.engine.zero.watching import Watcher
 from meshfold.mesh.collectives import all_gather_object
-from meshfold.mesh.collectives.push import channel_bytes
-from meshfold.mesh.spec import ZeroSpec, format_bytes
+from meshfold.mesh.spec import ZeroSpec
 from meshfold.zero_gemini import Gemini
 from meshfold.zero_gemini.machine_rates import (
     ALLOCATOR_MARGIN,
@@ -41,11 +39,6 @@ from meshfold.zero_gemini.planner import (
 )
 from meshfold.zero_gemini.profiler import PhaseSeconds, Trace, workload_of
 
-CONTEXT_BYTES, MOST_CONTEXT_BYTES = 600 * 2**20, 1280 * 2**20
-"""Bytes that CUDA and its libraries take of a GPU besides what the allocator counts: at least, and at most.
-
-It is measured when a plan is made: 1.0 to 1.12 GiB on H200s. Memory of other processes cannot be told from it, hence the most.
-"""
 _KINDS = {"device": "gpu", "host": "host", "disk": "disk"}
 
 
@@ -196,24 +189,23 @@ class MeasuredPlans:
         Raises:
             MemoryPlanError: if there is none. If ``gpu_memory_limit`` decides, ``minimum_gpu_bytes`` is the least that it may be.
         """
-        spec, gpu = self._spec, machine.gpu_bytes
+        spec, limit = self._spec, DeviceLimit(bytes=machine.gpu_bytes, shrunk=shrunk)
         outside = 0 if spec.gpu_memory_limit is None else self._outside_bytes()
-        is_limited = spec.gpu_memory_limit is not None and spec.gpu_memory_limit - outside < gpu
+        is_limited = spec.gpu_memory_limit is not None and spec.gpu_memory_limit - outside < machine.gpu_bytes
         if spec.gpu_memory_limit is not None and is_limited:
-            gpu = max(0, spec.gpu_memory_limit - outside)
-            self.allocator_bytes = gpu
-        share = 1.0 - ALLOCATOR_MARGIN - shrunk
+            limit = DeviceLimit(bytes=spec.gpu_memory_limit, outside=outside, shrunk=shrunk)
+            self.allocator_bytes = limit.of_allocator
         limits = Limits(
-            gpu_bytes=int(gpu * share) if gpu < UNLIMITED_BYTES else None,
+            gpu_bytes=limit.of_plan if limit.of_allocator < UNLIMITED_BYTES else None,
             host_bytes=spec.host_memory_limit,
             disk_bytes=None if spec.offload_path is not None else 0,
         )
         try:
             found = self._plan(workload, machine, limits)
         except DoesNotFit as error:
-            if not is_limited or error.minimum_gpu_bytes is None:
+            if not is_limited:
                 raise
-            raise _of_the_limit(error, share=share, outside=outside) from None
+            raise limit.explained(error) from None
         if found.strategy != SPECULATIVE_STEP:
             return found
         room = self._room_for_copies(found)
@@ -232,41 +224,6 @@ class MeasuredPlans:
             name: (_KINDS[placement.parameters], _KINDS[placement.state]) for name, placement in placements.items()
         }
         return evaluate_placement(workload, machine, limits, placements=named, policy=spec.placement)
-
-
-def outside_bytes(device: torch.device) -> int:
-    """Return what this process takes of its GPU besides what the allocator counts: CUDA's part and push channels of all engines.
-
-    On a CPU a limit is a budget for chunks and activations. Channels are in memory that processes share.
-    """
-    if device.type != "cuda":
-        return 0
-    free, total = torch.cuda.mem_get_info(device)
-    taken = total - free - torch.cuda.memory_reserved(device)
-    channels = channel_bytes()
-    return channels + min(max(taken - channels, CONTEXT_BYTES), MOST_CONTEXT_BYTES)
-
-
-def _of_the_limit(error: DoesNotFit, *, share: float, outside: int) -> DoesNotFit:
-    """Return a refusal that also says what ``gpu_memory_limit`` has to be.
-
-    Args:
-        error: of a plan within a part of the limit.
-        share: of the limit, less ``outside``, that plans may fill.
-        outside: bytes of the limit that are no plan's.
-    """
-    assert error.minimum_gpu_bytes is not None  # asked by the caller
-    needed = ceil(error.minimum_gpu_bytes / share)
-    needed += int(needed * share) < error.minimum_gpu_bytes  # rounded down
-    least = needed + outside
-    besides = f", and {format_bytes(outside)} for CUDA and push channels" if outside else ""
-    return DoesNotFit(
-        f"{error} Of gpu_memory_limit {1 - share:.0%} stay free for gaps between tensors{besides}: with host "
-        f"and disk as they are it has to be at least {least:,} bytes.",
-        gpu=least,
-        host=error.minimum_host_bytes,
-        binds=error.binds,
-    )
 
 
 def expecting_alike(workload: Workload) -> Workload:

@@ -257,11 +257,23 @@ def _host(
         rates = measure_machine(device, everyone=everyone)
         barrier(everyone, device)
         used = measure_host_in_use(device)
-        up, down, both, bandwidth, stepping, moments = _mean(
-            [rates.h2d, rates.d2h, rates.pcie_both, rates.host_memory, used.parameters, used.moments], everyone, device
+        up, down, both, bandwidth, stepping, moments, streaming, beside = _mean(
+            [
+                rates.h2d,
+                rates.d2h,
+                rates.pcie_both,
+                rates.host_memory,
+                used.parameters,
+                used.moments,
+                rates.gpu_streaming,
+                rates.host_memory_while_streaming,
+            ],
+            everyone,
+            device,
         )
         host = replace(host, up=up, down=down, both=both, bandwidth=bandwidth * local)
         host = replace(host, stepping=stepping * local, moments=moments * local)
+        host = replace(host, streaming=streaming * local, stepping_while_streaming=beside * local)
         if local > 1:
             barrier(everyone, device)
             alone = (
@@ -283,15 +295,10 @@ def _host(
 
 def _host_bytes(otherwise: float) -> float:
     """Return the bytes of memory that this process's control group may use, or those of the host."""
-    from meshfold.zero_gemini.machine_rates import UNLIMITED_BYTES, available_host_bytes
+    from meshfold.zero_gemini.machine_rates import UNLIMITED_BYTES, available_host_bytes, present_host_bytes
 
     limit = available_host_bytes()
-    if limit < UNLIMITED_BYTES:
-        return float(limit)
-    try:
-        return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-    except (AttributeError, OSError, ValueError):  # not Linux
-        return otherwise
+    return float(limit if limit < UNLIMITED_BYTES else present_host_bytes() or otherwise)
 
 
 def _cores(everyone: Group, device: torch.device) -> int:

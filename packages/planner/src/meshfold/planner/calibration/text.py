@@ -53,7 +53,7 @@ def calibration_table(found: Calibration) -> str:
             "host",
             f"{machine.host.up / 1e9:.3g} GB/s up, {machine.host.down / 1e9:.3g} down, "
             f"{machine.host.bandwidth / 1e9:.3g} memory; in steps of many chunks {machine.host.stepping / 1e9:.3g} for parameters "
-            f"and {machine.host.moments / 1e9:.3g} for moments{_of_one(machine.host)}",
+            f"and {machine.host.moments / 1e9:.3g} for moments{_of_one(machine.host)}{_streaming(machine.host)}",
         ],
         ["disk", f"{machine.host.disk_read / 1e9:.3g} GB/s read, {machine.host.disk_write / 1e9:.3g} written"],
     ]
@@ -77,6 +77,16 @@ def _of_one(host: Host) -> str:
     if not host.stepping_of_one:
         return ""
     return f", of which one rank reaches {host.stepping_of_one / 1e9:.3g} and {host.moments_of_one / 1e9:.3g}"
+
+
+def _streaming(host: Host) -> str:
+    """Return the rates while devices step a part of the host's state, where that is faster."""
+    if not host.streaming:
+        return ""
+    return (
+        f"; while devices step {host.streaming / 1e9:.3g} of state that passes through them, the cores reach "
+        f"{host.stepping_while_streaming / 1e9:.3g}"
+    )
 
 
 def _micro(seconds: float) -> str:

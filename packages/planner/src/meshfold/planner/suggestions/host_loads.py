@@ -47,7 +47,8 @@ class HostLoads:
         each = regime.state + regime.gradient * late
         stepped = min(elements, over / each)
         streamed = min(elements, max(0.0, over - elements * each) / regime.parameter)
-        memory = min((host.stepping or host.bandwidth) / ranks, host.stepping_of_one or float("inf"))
+        mine = host.rank_rates(ranks)
+        memory = max(mine.stepping, mine.stepping_while_streaming + mine.streaming)
 
         def copying(up: float, down: float, stepping: float = 0.0) -> float:
             """Return the seconds of copies, of which the host's memory has each byte once, beside a step's own bytes there."""

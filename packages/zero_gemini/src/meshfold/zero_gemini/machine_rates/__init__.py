@@ -6,6 +6,7 @@ from meshfold.zero_gemini.machine_rates.available_memory import (
     UNLIMITED_BYTES,
     available_device_bytes,
     available_host_bytes,
+    present_host_bytes,
     resident_bytes,
 )
 from meshfold.zero_gemini.machine_rates.host_in_use import HostInUse, measure_host_in_use
@@ -37,6 +38,7 @@ __all__ = [
     "measure_rank_rates",
     "measure_step",
     "observed_under",
+    "present_host_bytes",
     "ranks_per_host",
     "resident_bytes",
     "slowest",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 from pathlib import Path
 
@@ -31,6 +32,14 @@ def available_host_bytes() -> int:
         if text.isdigit() and int(text) < UNLIMITED_BYTES:
             return int(text)
     return UNLIMITED_BYTES
+
+
+def present_host_bytes() -> int:
+    """Return the memory that the system counts now; 0 where it does not say. Some virtual machines get more as it is touched."""
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, OSError, ValueError):  # not Linux
+        return 0
 
 
 def resident_bytes() -> int:

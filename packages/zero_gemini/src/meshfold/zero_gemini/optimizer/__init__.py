@@ -12,6 +12,7 @@ from meshfold.zero_gemini.optimizer.dispatch import (
     steps_early,
 )
 from meshfold.zero_gemini.optimizer.elementwise import GeneralStepper
+from meshfold.zero_gemini.optimizer.gpu_streaming import STREAMING_BYTES
 from meshfold.zero_gemini.optimizer.interface import EarlyStepper, Entry, Stepper
 from meshfold.zero_gemini.optimizer.kernel_runs import StepKind, StepTiming
 from meshfold.zero_gemini.optimizer.owned_state import owned_state_size
@@ -19,6 +20,7 @@ from meshfold.zero_gemini.optimizer.speculative_steps import SPECULATE_AFTER_STE
 
 __all__ = [
     "SPECULATE_AFTER_STEPS",
+    "STREAMING_BYTES",
     "AdamStepper",
     "DiskSettings",
     "EarlyStepper",
