@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -70,3 +72,29 @@ def test_the_rank_with_the_least_memory_decides() -> None:
     device, host = first
     assert 0 < device.host_optimizer < 1 and device.disk_optimizer == 0
     assert 0 < host.disk_optimizer < 1
+
+
+def test_a_host_that_is_too_small_is_told_before_the_system_kills_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model of 10 billion parameters was killed on a host of 126 GiB whose control group has no limit."""
+    sizes = sizes_of("bf16", "A", 10_000_000_000)
+    everyone: Any = SimpleNamespace(index=0, size=1)
+    monkeypatch.setattr(zero_plan, "_least", lambda nbytes, everyone, device: nbytes)
+    monkeypatch.setattr(zero_plan, "available_host_bytes", lambda: zero_plan.UNLIMITED_BYTES)
+
+    def placed(there: int, **zero: Any) -> Any:
+        monkeypatch.setattr(zero_plan, "present_host_bytes", lambda: there * 2**30)
+        spec = ZeroSpec.parse(dict(stage=3, gpu_memory_limit="70GiB", **zero))
+        return first_placements(spec, torch.device("cuda"), sizes, ranks_per_host=1, everyone=everyone)
+
+    with pytest.warns(UserWarning, match=r"need 13\d\.\d+ GiB of the host's memory, which has 126\.00 GiB") as told:
+        everything = placed(126)
+    assert everything.host_optimizer == 1.0
+    suggested = str(told[0].message).split("host_memory_limit='")[1].split("'")[0]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        within = placed(126, host_memory_limit=suggested)
+        placed(0)  # a system that does not say
+        placed(512)
+        everyone.index = 1
+        placed(126)  # the first rank has said it
+    assert 0.5 < within.host_optimizer < 1.0, "the rest stays on the device"

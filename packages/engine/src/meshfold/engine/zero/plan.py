@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from meshfold.zero_gemini.machine_rates import (
     UNLIMITED_BYTES,
     available_device_bytes,
     available_host_bytes,
+    present_host_bytes,
     resident_bytes,
 )
 from meshfold.zero_gemini.nvme import free_bytes
@@ -171,13 +173,33 @@ def first_placements(
         return ParameterBudget(most_bytes=most, element_bytes=math.ceil(sizes.parameter), state=state)  # type: ignore[arg-type]
     if spec.placement in ("cpu", "static"):
         optimizer, parameters = (1.0, 1.0 if streams else 0.0) if spec.placement == "cpu" else _fixed_shares(spec)
-        return Shares(
+        found = Shares(
             host_parameters=parameters,
             host_optimizer=optimizer,
             disk_optimizer=_beyond_host(spec, sizes, optimizer, room),
         )
-    budget = spec.gpu_memory_limit or available_device_bytes(device)
-    return _by_size(spec, float(_least(budget, everyone, device)), sizes, room)
+    else:
+        budget = spec.gpu_memory_limit or available_device_bytes(device)
+        found = _by_size(spec, float(_least(budget, everyone, device)), sizes, room)
+    if room == math.inf and device.type == "cuda" and everyone.index == 0:
+        on_host = (found.host_optimizer * sizes.all - found.disk_optimizer * sizes.state) * sizes.own
+        _warn_of_the_host(int(ranks_per_host * (on_host + base)))
+    return found
+
+
+def _warn_of_the_host(needed: int) -> None:
+    """Warn if ranks need more memory of their host than it has now, which a system without a limit answers by killing them.
+
+    It is no error: some virtual machines get more memory as it is touched.
+    """
+    there = present_host_bytes()
+    if there and needed > there:
+        warnings.warn(
+            f"zero: the first steps need {format_bytes(needed)} of the host's memory, which has {format_bytes(there)}: the system "
+            f"may kill the process. Write host_memory_limit='{max(1, int(MOST * there / 2**30))}GiB', so that the rest stays on "
+            "the device, or also offload_path, for a disk",
+            stacklevel=2,
+        )
 
 
 def _least(nbytes: int, everyone: Group, device: torch.device) -> int:
