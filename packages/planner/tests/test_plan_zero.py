@@ -23,7 +23,7 @@ from meshfold.mesh import Mesh, ParallelSpec
 from meshfold.mesh.spec import ZeroSpec
 from meshfold.mesh.testing import ranks
 from meshfold.models import build, preset
-from meshfold.planner import MACHINES, Estimate, estimate, find_machine, step_speed, step_times
+from meshfold.planner import MACHINES, Estimate, Machine, estimate, find_machine, step_speed, step_times
 from meshfold.planner.report import memory_table
 from meshfold.zero_gemini.machine_rates import ALLOCATOR_MARGIN
 from meshfold.zero_gemini.planner import GiB, MiB, timeline
@@ -263,6 +263,22 @@ def test_a_host_whose_state_passes_through_devices_steps_faster() -> None:
     assert (share.gpu_streaming, share.host_memory_while_streaming) == (3.5e10, 1.5e10)
     narrow = replace(fast, host=replace(fast.host, both=1e10)).rates("bf16", mesh=mesh, axes=("data",), ranks=1)
     assert narrow.gpu_streaming == 1e10 and narrow.host_memory_while_streaming == pytest.approx(3e10 / 7)
+
+
+def test_a_device_without_room_for_the_buffer_of_streaming_has_a_plan_without() -> None:
+    """Streaming takes 192 MiB of the device: a host that is fast with it must not make a plan impossible."""
+    sizes, slow = partial(opt, 6, 512, 8), find_machine("h200")
+    fast = replace(slow, host=replace(slow.host, streaming=7e10, stepping_while_streaming=1e11))
+
+    def found(limit: int, machine: Machine) -> Estimate:
+        return planned(dict(gpu_memory_limit=limit), model=sizes, batch_size=2, seq_len=256, machine=machine)
+
+    told = [found(GiB, machine).refusal.split("it has to be at least ")[1] for machine in (slow, fast)]
+    assert told[0] == told[1]
+    least = int(told[0].split(" bytes")[0].replace(",", ""))
+    tight, roomy = (found(least + more, fast).plan for more in (0, 200 * MiB))
+    assert tight is not None and not tight.machine.gpu_streaming and not tight.machine.streaming_bytes
+    assert roomy is not None and roomy.machine.gpu_streaming == 7e10
 
 
 def test_auto_stays_on_the_device_where_it_fits() -> None:

@@ -21,6 +21,7 @@ from meshfold.planner import MACHINES, Machine, Suggestion, fits, step_speed, su
 from meshfold.planner.clock import Work
 from meshfold.planner.efficiency import Launches
 from meshfold.planner.estimates import Estimate, Memory, StepSpeed
+from meshfold.planner.machines import Host
 from meshfold.planner.suggestions import (
     Candidate,
     Clock,
@@ -33,8 +34,10 @@ from meshfold.planner.suggestions import (
     plan_of,
     search,
 )
+from meshfold.planner.suggestions.host_loads import HostLoads
 from meshfold.planner.suggestions.profile import Profile
 from meshfold.planner.suggestions.profiler import Profiler
+from meshfold.zero_gemini.planner import REGIMES
 
 H100 = MACHINES["h100x8"]
 CONFIG = LlamaConfig(vocab_size=4096, hidden=512, layers=3, heads=8, kv_heads=8, ffn=1408, max_positions=512)
@@ -148,6 +151,22 @@ def test_gradients_on_the_host_travel_with_every_microbatch(microbatches: int) -
     found = plan_of(candidate, small, on, precision="bf16", batch_size=16, seq_len=512)
     assert fits(found, on) and found.memory.host > 0
     assert outlook.seconds == pytest.approx(step_speed(found, on, "bf16").seconds, rel=0.3)
+
+
+def test_state_that_passes_through_devices_is_stepped_at_the_rate_of_both() -> None:
+    """An outlook must not be longer than the plan, which would hide a spec: cores and devices step at once."""
+    regime = REGIMES["A"]
+    slow = replace(H100.host, up=1e15, down=1e15, both=1e15, stepping=4e10, moments=0.0)
+    both = replace(slow, streaming=7e10, stepping_while_streaming=3e10)
+
+    def loads(host: Host, ranks: int = 1) -> HostLoads:
+        on = replace(H100, host=host)
+        return HostLoads.of(1e30, 1e9, regime, on, ranks=ranks, halves=True, late=True)
+
+    alone, together = loads(slow), loads(both)
+    assert together.first == pytest.approx(0.4 * alone.first) and together.last == pytest.approx(0.4 * alone.last)
+    assert loads(both, ranks=2).first == pytest.approx(2 * together.first)
+    assert loads(replace(both, streaming=1e9, stepping_while_streaming=3e10)) == alone  # it does not pay
 
 
 def test_weights_that_travel_take_as_long_for_any_rows() -> None:

@@ -10,7 +10,7 @@ from torch import nn
 from meshfold.engine.world import World
 from meshfold.engine.zero.device_limit import DeviceLimit, outside_bytes
 from meshfold.engine.zero.memory import free_host_bytes
-from meshfold.engine.zero.plan import plan_for
+from meshfold.engine.zero.plan import fitting, plan_for
 from meshfold.engine.zero.watching import Watcher
 from meshfold.mesh.collectives import all_gather_object
 from meshfold.mesh.spec import ZeroSpec
@@ -223,7 +223,9 @@ class MeasuredPlans:
         named = {
             name: (_KINDS[placement.parameters], _KINDS[placement.state]) for name, placement in placements.items()
         }
-        return evaluate_placement(workload, machine, limits, placements=named, policy=spec.placement)
+        return fitting(
+            lambda rates: evaluate_placement(workload, rates, limits, placements=named, policy=spec.placement), machine
+        )
 
 
 def expecting_alike(workload: Workload) -> Workload:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from meshfold.zero_gemini.machine_rates import (
 )
 from meshfold.zero_gemini.nvme import free_bytes
 from meshfold.zero_gemini.planner import (
+    DoesNotFit,
     Limits,
     Plan,
     Regime,
@@ -77,11 +79,31 @@ def plan_for(spec: ZeroSpec, workload: Workload, rates: Rates, limits: Limits) -
         SpecError: for shares that cannot be.
     """
     if spec.placement == "auto":
-        return automatic(workload, rates, limits)
+        return fitting(lambda machine: automatic(workload, machine, limits), rates)
     if spec.placement == "static":
         optimizer, parameters = _fixed_shares(spec)
-        return static(workload, rates, limits, offload_optim_frac=optimizer, offload_param_frac=parameters)
-    return {"cuda": cuda, "cpu": cpu, "const": const}[spec.placement](workload, rates, limits)
+        return fitting(
+            lambda machine: static(
+                workload, machine, limits, offload_optim_frac=optimizer, offload_param_frac=parameters
+            ),
+            rates,
+        )
+    make = {"cuda": cuda, "cpu": cpu, "const": const}[spec.placement]
+    return fitting(lambda machine: make(workload, machine, limits), rates)
+
+
+def fitting(make: Callable[[Rates], Plan], rates: Rates) -> Plan:
+    """Return the plan that a function makes for a machine, without GPU streaming if there is no room for its buffer.
+
+    Raises:
+        MemoryPlanError: if neither fits; it says the least that would.
+    """
+    try:
+        return make(rates)
+    except DoesNotFit:
+        if not rates.gpu_streaming:
+            raise
+    return make(rates.without_streaming())
 
 
 def limits_of(spec: ZeroSpec) -> Limits:

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 
 from meshfold.mesh import SpecError, with_old_names
 
@@ -78,6 +78,10 @@ class Machine:
         for regime, rate in self.cpu_optimizer.items():
             if not rate > 0:
                 raise SpecError(f"machine {self.name!r}: cpu_optimizer[{regime!r}]={rate!r} must be above 0")
+
+    def without_streaming(self) -> Machine:
+        """Return the machine whose GPU steps no state of the host, and keeps no buffer for that."""
+        return replace(self, gpu_streaming=0.0, host_memory_while_streaming=0.0, streaming_bytes=0)
 
     def seconds(self, flop: float) -> float:
         """Return the seconds that the GPU takes for ``flop`` floating-point operations."""
