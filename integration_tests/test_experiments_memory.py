@@ -162,7 +162,7 @@ def test_a_smaller_budget_takes_longer() -> None:
         bytes=round(budget * GB / (1 - ALLOCATOR_MARGIN)) + USUAL_CONTEXT_BYTES, outside=USUAL_CONTEXT_BYTES
     )
     between = budget_plans.plan(one, 16, limit.bytes / GB)
-    assert limit.of_plan == pytest.approx(budget * GB)
+    assert limit.plan_bytes == pytest.approx(budget * GB)
     assert blocks["GB"] < between["GB"] < whole["GB"]
     assert whole["seconds"] <= between["seconds"] <= blocks["seconds"]
 

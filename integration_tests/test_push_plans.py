@@ -118,7 +118,7 @@ def test_channels_take_room_under_a_limit_and_none_on_several_machines() -> None
     spec: Spec = dict(data=2, zero=dict(stage=3, transport="push", gpu_memory_limit=2**31))
     near, far = planned(spec, "bf16", 1), planned(spec, "bf16", 1, machine="h200")
     for one, there in ((near, bytes_of_channel()), (far, 0)):
-        room = DeviceLimit(bytes=2**31, outside=USUAL_CONTEXT_BYTES + there).of_plan
+        room = DeviceLimit(bytes=2**31, outside=USUAL_CONTEXT_BYTES + there).plan_bytes
         assert one.plan is not None and one.plan.limits.gpu_bytes == room
     assert (near.memory.channels, far.memory.channels) == (bytes_of_channel(), 0)
     tight = planned({**spec, "zero": {**spec["zero"], "gpu_memory_limit": 2**26}}, "bf16", 1)

@@ -36,7 +36,7 @@ def made_again(run: Mapping[str, Any]) -> Plan:
     """Plan the run's workload on its machine within its limit, as the engine does."""
     words, limit = run["plan"], parse_bytes(run["gpu_memory"])
     host = parse_bytes(run["host_memory"]) if run["host_memory"] else None
-    limits = Limits(gpu_bytes=DeviceLimit(bytes=limit, outside=CONTEXT_BYTES).of_plan, host_bytes=host, disk_bytes=0)
+    limits = Limits(gpu_bytes=DeviceLimit(bytes=limit, outside=CONTEXT_BYTES).plan_bytes, host_bytes=host, disk_bytes=0)
     return plan(workload_of(words["workload"]), Machine(**words["machine"]), limits)
 
 

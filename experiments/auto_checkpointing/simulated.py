@@ -96,7 +96,7 @@ def plan(one: Setting, batch: int, budget: float | None, recompute: str | None =
 def largest(one: Setting, budget: float) -> int:
     """Return the most sequences, in steps of four, that a budget holds with nothing recomputed."""
     few, more = (plan(one, batch, None)["GB"] for batch in (STEP, 2 * STEP))
-    room = DeviceLimit(bytes=int(budget * GB), outside=USUAL_CONTEXT_BYTES).of_plan / GB
+    room = DeviceLimit(bytes=int(budget * GB), outside=USUAL_CONTEXT_BYTES).plan_bytes / GB
     found = STEP * int((room - 2 * few + more) / (more - few))
     while plan(one, found, None)["GB"] > room:
         found -= STEP

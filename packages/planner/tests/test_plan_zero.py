@@ -232,7 +232,7 @@ def test_every_placement_keeps_to_the_limits(placement: str) -> None:
         assert found.plan is None and "needs" in found.refusal and "placement 'auto'" in found.refusal
         return
     assert found.plan is not None, found.refusal
-    assert found.plan.peak_gpu_bytes <= DeviceLimit(bytes=limit, outside=GiB).of_plan
+    assert found.plan.peak_gpu_bytes <= DeviceLimit(bytes=limit, outside=GiB).plan_bytes
     assert found.memory.total == found.plan.peak_gpu_bytes
 
 

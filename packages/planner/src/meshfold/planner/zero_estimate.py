@@ -160,7 +160,7 @@ def fit(spec: ZeroSpec, workload: Workload, rates: Rates, outside: Outside) -> t
     rates = replace(rates, gpu_bytes=max(0, rates.gpu_bytes - channels))
     if limits.gpu_bytes is not None and limits.gpu_bytes - channels - outside.context < rates.gpu_bytes:
         own = DeviceLimit(bytes=limits.gpu_bytes, outside=channels + outside.context)
-        limits = replace(limits, gpu_bytes=own.of_plan)
+        limits = replace(limits, gpu_bytes=own.plan_bytes)
     try:
         found = plan_for(spec, workload, rates, limits)
     except MemoryPlanError as error:

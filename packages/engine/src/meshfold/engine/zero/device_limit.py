@@ -35,14 +35,14 @@ class DeviceLimit:
     shrunk: float = 0.0
 
     @property
-    def of_allocator(self) -> int:
+    def allocator_bytes(self) -> int:
         """Bytes that are left to the allocator."""
         return max(0, self.bytes - self.outside)
 
     @property
-    def of_plan(self) -> int:
+    def plan_bytes(self) -> int:
         """Bytes that a plan may fill."""
-        return int(self.of_allocator * self._share)
+        return int(self.allocator_bytes * self._share)
 
     @property
     def _share(self) -> float:

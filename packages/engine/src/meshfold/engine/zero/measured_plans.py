@@ -194,9 +194,9 @@ class MeasuredPlans:
         is_limited = spec.gpu_memory_limit is not None and spec.gpu_memory_limit - outside < machine.gpu_bytes
         if spec.gpu_memory_limit is not None and is_limited:
             limit = DeviceLimit(bytes=spec.gpu_memory_limit, outside=outside, shrunk=shrunk)
-            self.allocator_bytes = limit.of_allocator
+            self.allocator_bytes = limit.allocator_bytes
         limits = Limits(
-            gpu_bytes=limit.of_plan if limit.of_allocator < UNLIMITED_BYTES else None,
+            gpu_bytes=limit.plan_bytes if limit.allocator_bytes < UNLIMITED_BYTES else None,
             host_bytes=spec.host_memory_limit,
             disk_bytes=None if spec.offload_path is not None else 0,
         )
