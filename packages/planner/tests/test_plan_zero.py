@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from meshfold.cli import main
 from meshfold.engine import Engine
 from meshfold.engine.precision import Precision
-from meshfold.engine.zero.device_limit import DeviceLimit
+from meshfold.engine.zero import DeviceLimit
 from meshfold.engine.zero.plan import limits_of, regime_of
 from meshfold.mesh import Mesh, ParallelSpec
 from meshfold.mesh.spec import ZeroSpec

@@ -15,18 +15,14 @@ from meshfold.engine.precision import Precision, other_dtypes
 from meshfold.engine.world import World
 from meshfold.engine.zero import (
     PROCESS_BYTES,
-    USUAL_CONTEXT_BYTES,
-    DeviceLimit,
     InFlight,
     largest_output,
-    limits_of,
-    plan_for,
     regime_of,
     workload_in_flight,
 )
 from meshfold.kernels import Fp8Weight
 from meshfold.mesh import Entry, Log, Mesh, record
-from meshfold.mesh.collectives.push import bytes_of_channel, channel_bytes, pushes
+from meshfold.mesh.collectives.push import pushes
 from meshfold.mesh.model_io import DryRun, OperatorCounter
 from meshfold.mesh.spec import ZeroSpec
 from meshfold.planner.clock import Work, kernels_of, operator_seconds
@@ -37,9 +33,10 @@ from meshfold.planner.machines import Machine
 from meshfold.planner.node_groups import leaves_node
 from meshfold.planner.optimizer_state import kept_under_zero, steps_early
 from meshfold.planner.step_bytes import allocation_bytes, fixed_bytes
-from meshfold.zero_gemini import MemoryPlanError, slot_alignment
-from meshfold.zero_gemini.planner import DoesNotFit, Limits, Plan, Regime, Workload, gather_windows, timeline
+from meshfold.planner.zero_limits import Outside, fit
+from meshfold.zero_gemini import slot_alignment
 from meshfold.zero_gemini.planner import Machine as Rates
+from meshfold.zero_gemini.planner import Plan, Regime, Workload, gather_windows
 from meshfold.zero_gemini.profiler import (
     ChunkUse,
     LiveBytes,
@@ -124,52 +121,10 @@ def estimate_zero(
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Outside:
-    """Bytes of a device that are not the allocator's.
-
-    Attributes:
-        channels: push channels of tensor parallelism, besides those of chunks.
-        context: CUDA and its libraries.
-    """
-
-    channels: int
-    context: int
-
-    @classmethod
-    def of(cls, machine: Machine) -> Outside:
-        """Return those of a machine's devices."""
-        context = USUAL_CONTEXT_BYTES if machine.kind == "gpu" else 0
-        return cls(channels=channel_bytes(machine.reaches), context=context)
-
-
 def zero_of(settings: EstimateSettings) -> ZeroSpec:
     """Return the entry ``zero`` of a spec that has one."""
     assert settings.spec.zero is not None  # asked by the caller
     return settings.spec.zero
-
-
-def fit(spec: ZeroSpec, workload: Workload, rates: Rates, outside: Outside) -> tuple[Plan | None, str, Memory]:
-    """Plan a workload within a spec's limits.
-
-    Returns:
-        The plan, or None and the reason; its memory, or that of everything on a device without limits.
-    """
-    channels = outside.channels + workload.channels * bytes_of_channel()
-    limits, own = limits_of(spec), None
-    rates = replace(rates, gpu_bytes=max(0, rates.gpu_bytes - channels))
-    if limits.gpu_bytes is not None and limits.gpu_bytes - channels - outside.context < rates.gpu_bytes:
-        own = DeviceLimit(bytes=limits.gpu_bytes, outside=channels + outside.context)
-        limits = replace(limits, gpu_bytes=own.plan_bytes)
-    try:
-        found = plan_for(spec, workload, rates, limits)
-    except MemoryPlanError as error:
-        plenty = 2**60
-        roomy = replace(rates, gpu_bytes=plenty, host_bytes=plenty, disk_bytes=plenty)
-        anywhere = plan_for(replace(spec, placement="cuda", offload_path=None), workload, roomy, Limits())
-        told = own.explained(error) if own is not None and isinstance(error, DoesNotFit) else error
-        return None, str(told), replace(memory_of(anywhere), channels=channels)
-    return found, "", replace(memory_of(found), channels=channels)
 
 
 def pushed_on(machine: Machine, mesh: Mesh, transport: str) -> Callable[[tuple[str, ...], int], bool]:
@@ -293,20 +248,6 @@ def second_operands(windows: Sequence[tuple[int, int]], workload: Workload) -> i
     both = sum(first < turn <= last for first, last in windows)
     recomputed = sum(last >= turn for _, last in windows) if workload.recomputed else 0
     return max(both, recomputed)
-
-
-def memory_of(found: Plan) -> Memory:
-    """Return the memory of a plan at its peak."""
-    kinds = max(timeline(found), key=lambda timestep: timestep.bytes).kinds
-    return Memory(
-        parameters=kinds["resident parameters"] + kinds["gathered"],
-        masters=0,
-        gradients=kinds["gradients"],
-        optimizer=kinds["optimizer state"],
-        activations=kinds["non-model"] + kinds["kept activations"],
-        host=found.peak_host_bytes,
-        disk=found.peak_disk_bytes,
-    )
 
 
 @dataclass(frozen=True, kw_only=True)

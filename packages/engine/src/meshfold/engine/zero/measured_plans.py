@@ -189,12 +189,12 @@ class MeasuredPlans:
         Raises:
             MemoryPlanError: if there is none. If ``gpu_memory_limit`` decides, ``minimum_gpu_bytes`` is the least that it may be.
         """
-        spec, limit = self._spec, DeviceLimit(bytes=machine.gpu_bytes, shrunk=shrunk)
-        outside = 0 if spec.gpu_memory_limit is None else self._outside_bytes()
-        is_limited = spec.gpu_memory_limit is not None and spec.gpu_memory_limit - outside < machine.gpu_bytes
-        if spec.gpu_memory_limit is not None and is_limited:
-            limit = DeviceLimit(bytes=spec.gpu_memory_limit, outside=outside, shrunk=shrunk)
-            self.allocator_bytes = limit.allocator_bytes
+        spec, limit, is_limited = self._spec, DeviceLimit(bytes=machine.gpu_bytes, shrunk=shrunk), False
+        if spec.gpu_memory_limit is not None:
+            asked = DeviceLimit(bytes=spec.gpu_memory_limit, outside=self._outside_bytes(), shrunk=shrunk)
+            is_limited = asked.allocator_bytes < machine.gpu_bytes
+            if is_limited:
+                limit, self.allocator_bytes = asked, asked.allocator_bytes
         limits = Limits(
             gpu_bytes=limit.plan_bytes if limit.allocator_bytes < UNLIMITED_BYTES else None,
             host_bytes=spec.host_memory_limit,

@@ -6,6 +6,7 @@ import math
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -78,18 +79,16 @@ def plan_for(spec: ZeroSpec, workload: Workload, rates: Rates, limits: Limits) -
         MemoryPlanError: if it does not fit; it says the least that would.
         SpecError: for shares that cannot be.
     """
-    if spec.placement == "auto":
-        return fitting(lambda machine: automatic(workload, machine, limits), rates)
+    policy = _policy_of(spec)
+    return fitting(lambda machine: policy(workload, machine, limits), rates)
+
+
+def _policy_of(spec: ZeroSpec) -> Callable[[Workload, Rates, Limits], Plan]:
+    """Return the function that plans a spec's placement."""
     if spec.placement == "static":
         optimizer, parameters = _fixed_shares(spec)
-        return fitting(
-            lambda machine: static(
-                workload, machine, limits, offload_optim_frac=optimizer, offload_param_frac=parameters
-            ),
-            rates,
-        )
-    make = {"cuda": cuda, "cpu": cpu, "const": const}[spec.placement]
-    return fitting(lambda machine: make(workload, machine, limits), rates)
+        return partial(static, offload_optim_frac=optimizer, offload_param_frac=parameters)
+    return {"auto": automatic, "cuda": cuda, "cpu": cpu, "const": const}[spec.placement]
 
 
 def fitting(make: Callable[[Rates], Plan], rates: Rates) -> Plan:
