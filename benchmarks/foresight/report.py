@@ -156,13 +156,13 @@ def _drawn(result: Mapping[str, Any]) -> Any:
             panel.set_title("not counted")
             continue
         low, high = min(map(min, points)) / 1.5, max(map(max, points)) * 1.5
-        for band in bands:
+        for band in sorted(bands, reverse=True):
             panel.fill_between(
                 [low, high],
                 [low * (1 - band), high * (1 - band)],
                 [low * (1 + band), high * (1 + band)],
                 color=reports.PEER,
-                alpha=0.18,
+                alpha=0.18 if band > 0.1 else 0.4,
                 lw=0,
                 label=f"within {100 * band:.0f} %",
             )

@@ -90,9 +90,65 @@ def test_every_regime_is_measured_with_its_own_planes(regime: str, monkeypatch: 
 
     monkeypatch.setattr(Arena, "allocate", allocate)
     known = REGIMES[regime]
-    both, alone = measuring._adam(torch.device("cpu"), known)
+    assert measuring._adam(torch.device("cpu"), known) > 0
     assert sum(allocated) == pytest.approx((known.parameter + known.state + known.gradient) * 2**16)
-    assert both == alone > 0  # nothing goes to a device of its own
+
+
+def test_a_host_that_becomes_slower_does_not_hide_what_the_device_adds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cores alone, and beside the device, by turns: each round is slower than the one before, and one is disturbed."""
+    regime, now, fed, rounds = REGIMES["A"], 0.0, False, 0
+    passed = 0.0
+
+    class Sample:
+        def __init__(self, *_: object) -> None: ...
+
+        def half(self) -> float:
+            nonlocal now, passed
+            now += 0.01
+            speed = 1e9 * 0.8**rounds * (0.3 if fed and rounds == 2 else 1.0)
+            passed += (
+                0.01 * 0.7 * speed * regime.step / regime.first_pass * fed
+            )  # of elements, 0.7 of what the cores did
+            return 0.01 * speed * (0.6 if fed else 1.0)
+
+        def through(self, _: object) -> object:
+            return lambda: None
+
+        def free(self) -> None: ...
+
+        @property
+        def passed(self) -> float:
+            return passed / regime.step
+
+    class Pool:
+        def __init__(self, *_: object) -> None: ...
+
+        def __enter__(self) -> Pool:
+            return self
+
+        def __exit__(self, *_: object) -> None: ...
+
+        def submit(self, *_: object) -> Pool:
+            nonlocal fed
+            fed = True
+            return self
+
+        def result(self) -> None:
+            nonlocal fed, rounds
+            fed, rounds = False, rounds + 1
+
+    class Streaming:
+        def __init__(self, **_: object) -> None: ...
+
+        def close(self) -> None: ...
+
+    for name, fake in (("HostSample", Sample), ("ThreadPoolExecutor", Pool), ("GpuStreaming", Streaming)):
+        monkeypatch.setattr(measuring, name, fake)
+    monkeypatch.setattr(measuring, "synchronize", lambda device: None)
+    monkeypatch.setattr(measuring.time, "perf_counter", lambda: now)
+    alone, beside = measuring._with_device(torch.device("cpu"), regime)
+    assert rounds == 5
+    assert beside.gain(alone, regime) == pytest.approx(1.3)
 
 
 def test_what_has_no_kernels_is_measured_with_those_of_regime_a() -> None:
@@ -105,7 +161,7 @@ def test_a_host_that_does_not_matter_is_not_measured(monkeypatch: pytest.MonkeyP
     def refuse(*_: object) -> None:
         raise AssertionError("the host was measured")
 
-    for name in ("_adam", "_together", "_copies"):
+    for name in ("_adam", "_with_device", "_copies"):
         monkeypatch.setattr(measuring, name, refuse)
     monkeypatch.setattr(measuring, "_gpu_memory", lambda device: 123.0)
     monkeypatch.setattr(measuring, "_name", lambda device: "a GPU")
@@ -216,10 +272,10 @@ def test_a_disk_is_as_fast_as_the_steps_of_what_is_on_it() -> None:
     assert 20 * n / twice.disk_read + 10 * n / twice.disk_write == pytest.approx(7.0)
 
 
-def test_together_counts_the_best_period(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cores and device are measured at the same time, and give their memory back."""
+def test_cores_and_device_are_measured_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They give their memory back."""
     monkeypatch.setattr(measuring, "_ELEMENTS", 2**16)
-    monkeypatch.setattr(measuring, "_PERIOD_S", 0.1)  # the thread that feeds the device needs a turn in one of five
+    monkeypatch.setattr(measuring, "_PERIOD_S", 0.1)  # the thread that feeds the device needs a turn in three of five
     device, regime = torch.device("cpu"), REGIMES["A"]
     made: list[Memory] = []
 
@@ -228,8 +284,8 @@ def test_together_counts_the_best_period(monkeypatch: pytest.MonkeyPatch) -> Non
         return made[-1]
 
     monkeypatch.setattr(measuring, "Memory", memory)
-    through, cores = measuring._together(device, regime)
-    assert through > 0 and cores > 0
+    alone, beside = measuring._with_device(device, regime)
+    assert alone > 0 and beside.device > 0 and beside.cores > 0
     assert made[0].compute.used_bytes == made[0].host_arena.used_bytes == 0
 
 
