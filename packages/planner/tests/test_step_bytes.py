@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from meshfold.engine import Engine
-from meshfold.kernels import count_kernels, on_gpu
+from meshfold.kernels import count_kernels, dropout, on_gpu, use
 from meshfold.kernels.fuse import fuse
 from meshfold.mesh import ParallelSpec
 from meshfold.mesh.model_io import DryRun, LiveBytes
@@ -169,3 +169,17 @@ def test_meta_tensors_that_stand_for_a_gpus_run_its_kernels() -> None:
     assert counter.counts.total() == 1 and y.shape == x.shape
     with count_kernels(lambda function: function):
         assert not on_gpu(torch.empty(1))  # a CPU's stays what it is
+
+
+def test_meta_tensors_that_stand_for_a_cpus_run_its_kernels() -> None:
+    """Dropout is one operator of numba, with its argument and its result; a norm has no kernel there."""
+    x = torch.empty(ROWS, WIDTH, device="meta", requires_grad=True)
+    with DryRun() as stand_in, Work.counted(stand_in, kind="cpu") as counter:
+        dropout(x, 0.1, 1, 2).sum().backward()
+        assert not on_gpu(x)
+    moved = [operator.bytes for operator in counter.counts.elements() if operator.name == "dropout.drop"]
+    assert moved == [2 * 4 * ROWS * WIDTH] * 2  # forward and backward
+    assert not [operator for operator in counter.counts if "xor" in operator.name or "shift" in operator.name]
+    with DryRun() as stand_in, Work.counted(stand_in, kind="cpu") as counter, use("reference"):
+        dropout(x, 0.1, 1, 2)
+    assert {operator.name for operator in counter.counts} > {"aten.bitwise_xor"}

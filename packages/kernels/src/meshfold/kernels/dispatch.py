@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -169,9 +169,13 @@ def _obstacle(implementation: str, device: str, dtype: torch.dtype) -> str:
     return ""
 
 
-def _uses_triton(family: str) -> bool:
-    """Return True if a GPU runs the family's Triton kernels under the current choice."""
-    return choice() in ("auto", "triton") and "triton" in FAMILIES[family][1]
+_BEST = {"cuda": "triton", "cpu": "numba"}
+"""Implementation that is chosen by device, where there is one."""
+
+
+def _uses(implementation: str, family: str) -> bool:
+    """Return True if the current choice takes the family's kernels in an implementation, on its device."""
+    return choice() in ("auto", implementation) and implementation in FAMILIES[family][1]
 
 
 def implementation(family: str, device: str, dtype: torch.dtype) -> str:
@@ -183,7 +187,7 @@ def implementation(family: str, device: str, dtype: torch.dtype) -> str:
     twins = FAMILIES[family][1]
     chosen = choice()
     if chosen == "auto":
-        best = {"cuda": "triton", "cpu": "numba"}.get(device, "reference")
+        best = _BEST.get(device, "reference")
         return best if best in twins and not _obstacle(best, device, dtype) else "reference"
     if chosen not in twins:
         return "reference"
@@ -232,30 +236,38 @@ def _twin(reference: F, x: Tensor) -> F:
     return cast(F, getattr(_load(implementation_module(_family(reference), name)), reference.__name__))
 
 
+class _Counting(NamedTuple):
+    """How kernels run on meta tensors: as what, and those of which implementation."""
+
+    counted: Counted
+    implementation: str
+
+
 # A global like the choice: backward runs in threads of autograd.
-_counted: Counted | None = None
+_counting: _Counting | None = None
 
 
 @contextmanager
-def count_kernels(counted: Counted) -> Iterator[None]:
-    """Context manager: on meta tensors, a function that a GPU has in Triton runs as ``counted(reference)``.
+def count_kernels(counted: Counted, device: str = "cuda") -> Iterator[None]:
+    """Context manager: on meta tensors, a function that a device has a kernel for runs as ``counted(reference)``.
 
     There the reference's many operators represent one kernel, which reads its inputs and writes its outputs once.
 
     Args:
         counted: returns a function that calls the reference and counts it as one.
+        device: type of the device that meta tensors stand for: ``"cuda"`` runs kernels in Triton, ``"cpu"`` in numba.
     """
-    global _counted
-    before, _counted = _counted, counted
+    global _counting
+    before, _counting = _counting, _Counting(counted, _BEST[device])
     try:
         yield
     finally:
-        _counted = before
+        _counting = before
 
 
 def on_gpu(x: Tensor) -> bool:
-    """Return True for a tensor on a GPU, and for a meta tensor inside of :func:`count_kernels`, which stands for one."""
-    return x.is_cuda or (x.is_meta and _counted is not None)
+    """Return True for a tensor on a GPU, and for a meta tensor that stands for one inside of :func:`count_kernels`."""
+    return x.is_cuda or (x.is_meta and _counting is not None and _counting.implementation == _BEST["cuda"])
 
 
 Some = Callable[[Sequence[Any]], Iterable[Any]]
@@ -285,10 +297,12 @@ def parts_to_run(parts: Sequence[P], x: Tensor) -> Iterable[P]:
 
 
 def _as_counted(reference: F, dtype: torch.dtype) -> F:
-    """Return the reference for meta tensors, counted as one kernel if a GPU would run one."""
-    if _counted is None or not _uses_triton(_family(reference)) or dtype not in _TRITON_DTYPES:
+    """Return the reference for meta tensors, counted as one kernel if the device that they stand for would run one."""
+    if _counting is None:
         return reference
-    return cast(F, _counted(reference))
+    kind, family = _counting.implementation, _family(reference)
+    takes = dtype in _TRITON_DTYPES if kind == "triton" else not _obstacle(kind, "cpu", dtype)
+    return cast(F, _counting.counted(reference)) if takes and _uses(kind, family) else reference
 
 
 def reference_of(family: str) -> str:

@@ -198,8 +198,8 @@ def operator_seconds(operator: Operator, machine: Machine, precision: str) -> fl
 def kernels_of(kind: str, counter: OperatorCounter, live: LiveBytes | None = None) -> Iterator[None]:
     """Context manager: on meta tensors our kernels run as on a kind of device.
 
-    On a GPU each is one operator, which has its arguments and results only. A CPU runs the operators of its reference. Of equal
-    parts, such as the chunks of tokens of a loss, one runs and counts as all.
+    Each is one operator, which has its arguments and results only: on a GPU those in Triton, on a CPU those in numba. The others
+    run as the operators of their references. Of equal parts, such as the chunks of tokens of a loss, one runs and counts as all.
     """
 
     def repeats(parts: Sequence[Any]) -> Iterator[Any]:
@@ -211,9 +211,8 @@ def kernels_of(kind: str, counter: OperatorCounter, live: LiveBytes | None = Non
 
     with ExitStack() as stack:
         stack.enter_context(count_parts(repeats))
-        if kind == "gpu":
-            counted = counter.as_one
-            stack.enter_context(count_kernels(counted if live is None else lambda kernel: live.as_one(counted(kernel))))
+        counted = counter.as_one if live is None else lambda kernel: live.as_one(counter.as_one(kernel))
+        stack.enter_context(count_kernels(counted, "cuda" if kind == "gpu" else "cpu"))
         yield
 
 
