@@ -331,3 +331,11 @@ def test_two_ranks_measure_one_machine() -> None:
         mesh.close()
         table = calibration_table(found)
         assert "held-out error" in table and "disk: not measured (--disk FOLDER measures it)" in table
+
+
+def test_operators_are_measured_in_the_usual_precision() -> None:
+    """The quickest on a GPU, but for fp8; float32 on a CPU, though bfloat16 may be quicker there."""
+    laptop = find_machine("laptop")
+    assert replace(laptop, flops={"fp32": 2e11, "bf16": 4e11, "fp64": 1e11}).usual_precision == "fp32"
+    assert replace(laptop, flops={"fp64": 1e11}).usual_precision == "fp64"
+    assert replace(H200, flops={"fp8": 2e15, "bf16": 9e14, "fp32": 5e13}).usual_precision == "bf16"

@@ -237,7 +237,7 @@ def _twin(reference: F, x: Tensor) -> F:
 
 
 class _Counting(NamedTuple):
-    """How kernels run on meta tensors: as what, and those of which implementation."""
+    """A function that counts kernels on meta tensors, and the implementation whose kernels it counts."""
 
     counted: Counted
     implementation: str

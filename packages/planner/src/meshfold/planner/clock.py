@@ -185,9 +185,9 @@ def operator_seconds(operator: Operator, machine: Machine, precision: str) -> fl
         return moving + reached.start * bool(operator.bytes)
     if operator.head_dim:
         rate = machine.flops[precision]
-        quickest = max(flops for name, flops in machine.flops.items() if name != "fp8")
+        measured = machine.flops[machine.usual_precision]
         # The start and end of a query take the same seconds in every precision: as many keys' time more where keys are quicker.
-        rate *= reached.matmuls * reached.of_attention(operator.head_dim, operator.keys, rate / quickest)
+        rate *= reached.matmuls * reached.of_attention(operator.head_dim, operator.keys, rate / measured)
     else:
         operands = "fp8" if operator.fp8 and "fp8" in machine.flops else precision
         rate = machine.flops[operands] * reached.of_matmul(operands, operator.flop, operator.side, operator.outputs)

@@ -81,7 +81,7 @@ class Efficiency:
         Args:
             head_dim: size of a head.
             keys: that a query is computed with, on average; 0: many.
-            pace: ratio of its matmuls' rate to that of the quickest precision, for which ``lag`` was measured.
+            pace: ratio of its matmuls' rate to that of the machine's usual precision, for which ``lag`` was measured.
         """
         share = self.attention[min(self.attention, key=lambda size: abs(size - head_dim))]
         if not self.lag or not keys:

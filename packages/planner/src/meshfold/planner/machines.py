@@ -153,6 +153,13 @@ class Machine:
             link = links.get(kind) or self.collectives.get(kind)
         return (link or Link(latency=self.latency, rate=rate)).seconds(sent, calls)
 
+    @property
+    def usual_precision(self) -> str:
+        """Precision in which attention and operators are measured: on a CPU that of most models there, on a GPU the quickest."""
+        if self.kind == "cpu" and "fp32" in self.flops:
+            return "fp32"
+        return max((name for name in self.flops if name != "fp8"), key=lambda name: self.flops[name])
+
     def issue_seconds(self, kind: str) -> float:
         """Return the seconds in which a host begins a collective: those of the smallest, which come as fast as it issues them."""
         return self.message_seconds(kind, 0.0, self.inside)

@@ -147,7 +147,8 @@ def _of_devices(
 ) -> tuple[Machine, list[str]]:
     """Return the machine with rates of devices, and notes."""
     flops, shares = matmul_rates(matmuls), matmul_shares(matmuls)
-    most = "bf16" if device.type == "cuda" and "bf16" in flops else max(flops, key=lambda precision: flops[precision])
+    on_gpu = device.type == "cuda"
+    most = "bf16" if on_gpu and "bf16" in flops else replace(base, flops=flops).usual_precision
     best = max((sample for sample in matmuls if sample.precision == most), key=lambda sample: sample.rate)
     memory = memory_rates(device, effort)
     sustained = sustained_share(best, device, effort)
