@@ -162,7 +162,7 @@ def _drawn(result: Mapping[str, Any]) -> Any:
                 [low * (1 - band), high * (1 - band)],
                 [low * (1 + band), high * (1 + band)],
                 color=reports.PEER,
-                alpha=0.18 if band > 0.1 else 0.4,
+                alpha=0.4 if band == min(bands) else 0.18,
                 lw=0,
                 label=f"within {100 * band:.0f} %",
             )

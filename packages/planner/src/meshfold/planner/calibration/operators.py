@@ -13,11 +13,12 @@ import torch
 
 from meshfold.kernels import dropout, layer_norm
 from meshfold.mesh.model_io import DryRun
-from meshfold.planner.calibration.samples import Effort, device_seconds
+from meshfold.planner.calibration.samples import Effort, MiB, device_seconds
 from meshfold.planner.clock import Work
 
 _COLUMNS = 1024
 _HEADS = 16
+_BYTES_ON_CPU = 4 * MiB
 _MUCH = 0.1  # of all bytes; operators with less are casts of a few numbers
 
 
@@ -56,7 +57,7 @@ def calls_of(device: torch.device, kind: str, effort: Effort, dtype: torch.dtype
     a few MB.
     """
     aten = torch.ops.aten
-    size = effort.memory_bytes if kind == "gpu" else 0
+    size = effort.memory_bytes if kind == "gpu" else _BYTES_ON_CPU
     rows = max(_COLUMNS, size // _COLUMNS // dtype.itemsize // _COLUMNS * _COLUMNS)
     x, y, z = (torch.full((rows, _COLUMNS), 0.5, dtype=dtype, device=device) for _ in range(3))
     wide = x.float() if dtype.itemsize < 4 else x  # as models compute probabilities

@@ -282,7 +282,6 @@ def _with_device(device: torch.device, regime: Regime) -> tuple[float, Beside]:
     with ThreadPoolExecutor(1, "meshfold-feed") as feeder:
         period(_PERIOD_S)  # threads are awake and clocks high from here on, as in a training step
         rounds = [(period(_PERIOD_S).cores, together(feeder)) for _ in range(_ROUNDS)]
-    synchronize(device)
     streaming.close()
     for sample in (mine, other):
         sample.free()
