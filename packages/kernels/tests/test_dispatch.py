@@ -233,6 +233,7 @@ CHOSEN_BY_GENERATORS = {
     "one_shot_triton.py",
     "packed_weight_triton.py",
     "paged_attention_triton.py",
+    "row_codes_triton.py",
     "row_product_triton.py",
     "row_words_triton.py",
     "token_state_triton.py",

@@ -103,7 +103,9 @@ def test_products_of_one_row_compile(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     monkeypatch.setattr(row_product_triton, "launch", made.launch)
     x, w = torch.zeros(1, 4096, dtype=torch.bfloat16), torch.zeros(4096, 4096)
     product = row_product_triton.product
-    product(x, w.bfloat16(), w[0].bfloat16(), norm=(x[0], 1e-5), add=x)
+    weight = K.RowWeight(w.bfloat16())
+    product(x, *weight._replace(bias=w[0].bfloat16()), norm=(x[0], 1e-5), add=x)
+    product(x, *weight, gate=weight, norm=(x[0], 1e-5), tile=Tile(8, 64, 2, words=True))
     for form in K.PACKED_FORMATS:
         packed = K.pack_weight(w, form, 128, K.largest_magnitudes(w, form, 128))
         for scale in (packed.scale, torch.zeros(4096, 32)):
@@ -112,8 +114,13 @@ def test_products_of_one_row_compile(monkeypatch: pytest.MonkeyPatch, tmp_path: 
                 product(x, *layer)
                 product(x, *layer, gate=layer, norm=(x[0], 1e-5))
                 with K.overlapped_launches():
-                    product(x, *layer, norm=(x[0], 1e-5), tile=Tile(8, 64, 2, words=True))
-    assert made.compiled == {"row_product._product", "row_product._product_int4", "row_words.product_words"}
+                    product(x, *layer, gate=layer, norm=(x[0], 1e-5), tile=Tile(8, 64, 2, words=True))
+    assert made.compiled == {
+        "row_product._product",
+        "row_product._product_int4",
+        "row_words.product_words",
+        "row_codes.product_codes",
+    }
 
 
 def test_codes_become_weights(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,7 +195,12 @@ def test_weights_are_fetched_ahead(monkeypatch: pytest.MonkeyPatch, begins_early
         row_product_triton.product(x[:, :128], *layer, tile=tile, sends=(memory, 2))
     for norm in (True, False):
         one_shot_packets_triton.launch_packets(None, x, x[0], 1e-5, memory, 2, adds=True, norm=norm, tries=0)
-    made.compiled -= {"row_product._product", "row_product._product_int4", "row_words.product_words"}
+    made.compiled -= {
+        "row_product._product",
+        "row_product._product_int4",
+        "row_words.product_words",
+        "row_codes.product_codes",
+    }
     assert made.compiled == {"paged_attention._attend", "one_shot_packets._packets", "one_shot._one_shot"}
 
 

@@ -3,8 +3,9 @@
     y = silu(r gate^T + b) * (r weight^T + b) + add,   r = rms_norm(x)
 
 Each part but the product may be left out. Everything is computed in float32 (float64 for float64) and rounded once, at the
-output. For a single row, a library's product reads the weights more slowly than memory delivers them. Norms and activations of
-one row take as long to launch as to run.
+output; a row of 16 bits that codes multiply may be rounded before too, to 2^-15 of the largest of 16 neighbours. For a single
+row, a library's product reads the weights more slowly than memory delivers them. Norms and activations of one row take as long to
+launch as to run.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Products of one row with a weight in Triton, which read the weight, or its codes, at the speed of memory.
 
-A program takes a few outputs and goes along their rows of the weight; sums are in float32. Operations before and after a product
+A program takes a few outputs and goes along their rows of the weight; sums are in float32. Weights and codes that consist of words
+of eight bytes have programs of their own (``row_words_triton.py``, ``row_codes_triton.py``). Operations before and after a product
 run in the same launch: RMSNorm of the row, a second product that gates, a bias, a residual.
 """
 
@@ -10,12 +11,14 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton import knobs
 
 from meshfold.kernels._triton import cdiv, launch
 from meshfold.kernels.one_shot import OneShotMemory
 from meshfold.kernels.one_shot_packets import epoch_bytes
 from meshfold.kernels.one_shot_packets_triton import begin_next, epoch_to_send
 from meshfold.kernels.overlap import early
+from meshfold.kernels.row_codes_triton import product_codes
 from meshfold.kernels.row_product import RowWeight
 from meshfold.kernels.row_tiles import RowCall, Tile, group_of
 from meshfold.kernels.row_words_triton import finish, product_words
@@ -323,7 +326,7 @@ def product(
     four, groups, group = weight.dtype == torch.uint8, 1 if scale is None else scale.shape[1], group_of(second)
     call = RowCall(second, gate, norm)
     sizes = tile or call.tile(x.dtype)
-    words = call.word_bits() if sizes.words else 0
+    words = call.word_bits(x.dtype) if sizes.words else 0
     if sizes.words and not words:
         sizes = call.known_tile()
     if sends is not None and sizes.rows == 1:  # two elements of 16 bits make a packet
@@ -331,30 +334,12 @@ def product(
     wide = torch.int64 if words else torch.int32 if four else None
     codes = [part[0] if wide is None else part[0].view(wide) for part in (first, second)]
     gain, eps = (weight, 0.0) if norm is None else norm
-    if x.dtype == torch.bfloat16 and (words or four):  # read in eights of bytes
-        x = x.clone() if x.data_ptr() % 8 else x
-    if gain.dtype == torch.bfloat16 and (words or four):
-        gain = gain.clone() if gain.data_ptr() % 8 else gain
+    if words or four:  # elements of 16 bits are read in 8 or 16 bytes
+        x, gain = _aligned(x), _aligned(gain)
     pairs = [weight if part is None else part for i in (2, 3, 1) for part in (first[i], second[i])]
-    arguments = (
-        x,
-        *codes,
-        *pairs,
-        gain,
-        weight if add is None else add,  # what is not there is not read
-        y,
-        n,
-        k,
-        codes[0].stride(0),
-        groups,
-        eps,
-        y if sends is None else sends[0].addresses,
-        0 if sends is None else sends[1],
-        0 if sends is None else sends[0].rows,
-    )
+    around = (gain, weight if add is None else add, y)  # what is not there is not read
+    addresses = (y, 0, 0) if sends is None else (sends[0].addresses, sends[1], sends[0].rows)
     parts = dict(
-        GROUP=group,
-        ZERO=zero is not None,
         BIAS=bias is not None,
         NORM=norm is not None,
         GATED=gate is not None,
@@ -366,18 +351,44 @@ def product(
         RANK=0 if sends is None else sends[0].rank,
         EPOCH_BYTES=0 if sends is None else epoch_bytes(sends[0].rows),
     )
-    grid = (cdiv(n, sizes.rows),)
+    grid, row = (cdiv(n, sizes.rows),), codes[0].stride(0)
     take_product(*[part.weight for part in (second, gate) if part is not None])
+    if words == 16:
+        arguments = (x, *codes, *pairs[4:], *around, n, k, row, eps, *addresses)
+        launch(product_words, grid, x, *arguments, BC=32 * sizes.warps, **parts)
+        return y
     if words:
-        launch(product_words, grid, x, *arguments, BITS=words, BC=32 * sizes.warps, **parts)
+        launch(
+            product_codes,
+            grid,
+            x,
+            *(x, *codes, *pairs, *around, n, eps, *addresses),
+            WORDS=k * words // 64,
+            W_ROW=row,
+            GROUPS=groups,
+            SHARE=group * words // 64 if group > 1 else 0,
+            BITS=words,
+            ZERO=zero is not None,
+            BC=32 * sizes.warps,
+            FITS=n % sizes.rows == 0,
+            ASM=torch.version.hip is None and not knobs.runtime.interpret,
+            **parts,
+        )
         return y
     launch(
         _product_int4 if four else _product,
         grid,
         x,
-        *arguments,
+        *(x, *codes, *pairs, *around, n, k, row, groups, eps, *addresses),
+        GROUP=group,
+        ZERO=zero is not None,
         BK=max(sizes.columns, group) if four else sizes.columns,
         STAGES=sizes.stages,
         **parts,
     )
     return y
+
+
+def _aligned(row: Tensor) -> Tensor:
+    """Return a row that begins at a multiple of 16 bytes."""
+    return row.clone() if row.data_ptr() % 16 else row

@@ -62,11 +62,17 @@ class RowCall(NamedTuple):
         groups = 0 if scale is None else scale.shape[1]
         return dtype, weight.dtype, *weight.shape, groups, self.layer.zero is None, self.gate is None, self.norm is None
 
-    def word_bits(self) -> int:
-        """Return the bits of a weight, 0 if its rows, or its groups, do not consist of words of eight bytes."""
+    def word_bits(self, dtype: torch.dtype) -> int:
+        """Return the bits of a weight, 0 if it cannot be read in words of eight bytes.
+
+        Its rows, and its groups, must consist of words. With codes, the row and a norm's gain must have 16 bits an element, since
+        whole numbers of 16 bits stand for them.
+        """
         group = group_of(self.layer)
         bits = _WORD_BITS.get(self.layer.weight.dtype, 0)
         if not bits or (bits == 16) != (group == 0):
+            return 0
+        if bits < 16 and not (dtype.itemsize == 2 and (self.norm is None or self.norm[0].dtype.itemsize == 2)):
             return 0
         weights = [each.weight for each in (self.layer, self.gate) if each is not None]
         whole = all(w.data_ptr() % 8 == 0 and w.stride(0) * w.element_size() % 8 == 0 for w in weights)
@@ -121,8 +127,8 @@ def _columns(weight: Tensor) -> int:
 def word_tiles(bits: int, *, gated: bool) -> list[Tile]:
     """Return the tiles to try for weights of so many bits that are read in words of eight bytes."""
     sizes = {
-        4: ((16, 2), (8, 2), (8, 4), (4, 4), (8, 8)),
-        8: ((8, 2), (8, 4), (4, 4), (8, 8)),
+        4: ((16, 4), (8, 4), (8, 8), (16, 2), (32, 1)),
+        8: ((16, 2), (16, 4), (16, 8), (8, 8), (4, 8)),
         16: ((8, 4), (4, 4), (4, 8)),
     }[bits]
     return [Tile(rows // 2 if gated else rows, 32 * warps, warps, words=True) for rows, warps in sizes]
@@ -153,7 +159,7 @@ def measured_row_tiles(
         call = given[0]
         x = torch.linspace(-40, 60, call.columns, device=call.layer.weight.device).sin().to(dtype)
         tiles = [call.known_tile()]
-        wanted, bits = _run([call], x, tiles[0]), call.word_bits()
+        wanted, bits = _run([call], x, tiles[0]), call.word_bits(dtype)
         for tile in word_tiles(bits, gated=call.gate is not None) if bits else ():
             try:
                 if _agree(_run([call], x, tile), wanted):

@@ -1,8 +1,7 @@
-"""Products of one row with a weight, or with its codes, read in words of eight bytes; in Triton.
+"""Products of one row with a weight in bfloat16, read in words of eight bytes; in Triton.
 
-A thread has a word of each of a program's rows: 4 weights in bfloat16, 8 codes of eight bits or 16 of four. It sums what belongs
-to a word first, so it keeps one sum a row, and the words of its next step are on their way while it computes. A code becomes a
-float by one instruction: the bits of a small whole number c are the float ``c 2**-149``. The row takes the inverse factor.
+A thread has a word of each of a program's rows: 4 weights. It sums what belongs to a word first, so it keeps one sum a row, and the
+words of its next step are on their way while it computes.
 """
 
 from __future__ import annotations
@@ -67,26 +66,6 @@ def _half_of(two, i: tl.constexpr):
 
 
 @triton.jit
-def _level(half, BITS: tl.constexpr, i: tl.constexpr):
-    """Return weight i of a word of 32 bits in float32; of codes ``code * 2**-149 * 2**(BITS i - shift)``."""
-    if BITS == 16:
-        found = _half_of(half, i)
-    else:
-        shift: tl.constexpr = 8 if BITS * (i + 1) > 24 else 0  # a float has the bits of whole numbers below 2**24
-        mask: tl.constexpr = ((1 << BITS) - 1) << (BITS * i - shift)
-        found = ((half >> shift) & mask).to(tl.float32, bitcast=True)
-    return found
-
-
-@triton.jit
-def _raised(given, BITS: tl.constexpr, i: tl.constexpr):
-    """Return an element of the row that weight i of a word is multiplied by; of codes times ``2**64 / 2**(BITS i - shift)``."""
-    if BITS < 16:
-        given *= 2.0 ** (64 - BITS * i + (8 if BITS * (i + 1) > 24 else 0))
-    return given
-
-
-@triton.jit
 def _four(x, at, there):
     """Load four elements in bfloat16 from the ``at``-th four on."""
     if x.dtype.element_ty == tl.bfloat16:
@@ -106,34 +85,11 @@ def _of_four(x, four, at, there, i: tl.constexpr):
     return found
 
 
-@triton.jit
-def _halves(codes, BITS: tl.constexpr):
-    """Return the words of 32 bits of words of 64; codes of eight bits with 128 added."""
-    low, high = codes.to(tl.int32), (codes >> 32).to(tl.int32)
-    if BITS == 8:
-        low, high = low ^ -2139062144, high ^ -2139062144
-    return low, high
-
-
-@triton.jit
-def _middle(zero, group, mask, BITS: tl.constexpr, ZERO: tl.constexpr):
-    """Return what stands for 0 among the levels."""
-    if ZERO:
-        found = tl.load(zero + group, mask=mask, other=0).to(tl.float32) + (128.0 if BITS == 8 else 0.0)
-    else:
-        found = tl.full(group.shape, 128.0 if BITS == 8 else 8.0, tl.float32)
-    return found
-
-
-@triton.jit(do_not_specialize=["slot"], do_not_specialize_on_alignment=["w", "w2", "scale", "scale2", "zero", "zero2"])
+@triton.jit(do_not_specialize=["slot"], do_not_specialize_on_alignment=["w", "w2"])
 def product_words(
     x,
     w,
     w2,
-    scale,
-    scale2,
-    zero,
-    zero2,
     bias,
     bias2,
     gain,
@@ -142,14 +98,10 @@ def product_words(
     n,
     k,
     w_row,
-    groups,
     eps,
     addresses,
     slot,
     most,
-    BITS: tl.constexpr,
-    GROUP: tl.constexpr,
-    ZERO: tl.constexpr,
     BIAS: tl.constexpr,
     NORM: tl.constexpr,
     GATED: tl.constexpr,
@@ -161,13 +113,12 @@ def product_words(
     RANK: tl.constexpr,
     EPOCH_BYTES: tl.constexpr,
 ):
-    """Multiply by a weight (GROUP 0), by codes with a scale of each row (GROUP 1), or of each group; BC words at a time.
+    """Multiply by a weight, BC words at a time.
 
     Threads must lie along a row, each with one word. Where addresses are multiples of 16 the compiler gives a thread two, so it
-    does not know that they are. Scales are said to be contiguous so that the thread that has a word loads its scale.
+    does not know that they are.
     """
-    PER: tl.constexpr = 64 // BITS
-    words = k // PER
+    words = k // 4
     row = tl.program_id(0) * BN + tl.arange(0, BN)
     inside = row < n
     word = tl.arange(0, BC)
@@ -189,63 +140,33 @@ def product_words(
     for at in range(0, words, BC):
         here = at + word
         there = here < words
-        low, high = _halves(ahead, BITS)
-        low2, high2 = low, high
+        weights, weights2 = ahead, ahead2
         next = here + BC
         place = wide * w_row + next[None, :]
         mask = inside[:, None] & (next < words)[None, :]
         if GATED:
-            low2, high2 = _halves(ahead2, BITS)
             ahead2 = tl.load(w2 + place, mask=mask, other=0, eviction_policy="evict_first")
         ahead = tl.load(w + place, mask=mask, other=0, eviction_policy="evict_first")
-        group = wide * groups + (here * PER // GROUP if GROUP > 1 else here * 0)[None, :]
-        group = tl.max_contiguous(group, (1, BC))
-        mask = inside[:, None] & there[None, :]
-        if GROUP > 1:  # loaded now, so that they are here when the words are unpacked
-            scales = tl.load(scale + group, mask=mask, other=0.0).to(tl.float32)
-            if GATED:
-                scales2 = tl.load(scale2 + group, mask=mask, other=0.0).to(tl.float32)
         part = tl.zeros((BN, BC), tl.float32)
         part2 = tl.zeros((BN, BC), tl.float32)
-        whole = tl.zeros((BC,), tl.float32)
-        for q in tl.static_range(PER // 4):
-            fours = here * (PER // 4) + q
-            four = _four(x, fours, there)
-            gains = four
+        four = _four(x, here, there)
+        gains = four
+        if NORM:
+            gains = _four(gain, here, there)
+        for j in tl.static_range(4):
+            given = _of_four(x, four, here, there, j)
             if NORM:
-                gains = _four(gain, fours, there)
-            for j in tl.static_range(4):
-                given = _of_four(x, four, fours, there, j)
-                if NORM:
-                    squares += given * given
-                    given *= _of_four(gain, gains, fours, there, j)
-                whole += given
-                factor = _raised(given, BITS, (q * 4 + j) % (PER // 2))[None, :]
-                half = high if q * 4 + j >= PER // 2 else low
-                part += _level(half, BITS, (q * 4 + j) % (PER // 2)) * factor
-                if GATED:
-                    half = high2 if q * 4 + j >= PER // 2 else low2
-                    part2 += _level(half, BITS, (q * 4 + j) % (PER // 2)) * factor
-        if GROUP:
-            part = part * (2.0**85) - _middle(zero, group, mask, BITS, ZERO) * whole[None, :]
+                squares += given * given
+                given *= _of_four(gain, gains, here, there, j)
+            part += _half_of((weights >> (32 * (j // 2))).to(tl.int32), j) * given[None, :]
             if GATED:
-                part2 = part2 * (2.0**85) - _middle(zero2, group, mask, BITS, ZERO) * whole[None, :]
-            if GROUP > 1:
-                part *= scales
-                if GATED:
-                    part2 *= scales2
+                part2 += _half_of((weights2 >> (32 * (j // 2))).to(tl.int32), j) * given[None, :]
         acc += part
         acc2 += part2
-    total, other = tl.sum(acc, 1), tl.sum(acc2, 1)
-    if GROUP == 1:
-        total *= tl.load(scale + row, mask=inside, other=0.0).to(tl.float32)
-        if GATED:
-            other *= tl.load(scale2 + row, mask=inside, other=0.0).to(tl.float32)
-    squared = tl.sum(squares, 0)
     finish(
-        total,
-        other,
-        squared,
+        tl.sum(acc, 1),
+        tl.sum(acc2, 1),
+        tl.sum(squares, 0),
         bias,
         bias2,
         add,
