@@ -119,7 +119,6 @@ def test_products_of_one_row_compile(monkeypatch: pytest.MonkeyPatch, tmp_path: 
         "row_product._product",
         "row_product._product_int4",
         "row_words.product_words",
-        "row_codes.product_codes",
     }
 
 
@@ -199,7 +198,6 @@ def test_weights_are_fetched_ahead(monkeypatch: pytest.MonkeyPatch, begins_early
         "row_product._product",
         "row_product._product_int4",
         "row_words.product_words",
-        "row_codes.product_codes",
     }
     assert made.compiled == {"paged_attention._attend", "one_shot_packets._packets", "one_shot._one_shot"}
 

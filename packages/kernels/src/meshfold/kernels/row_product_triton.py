@@ -1,7 +1,7 @@
 """Products of one row with a weight in Triton, which read the weight, or its codes, at the speed of memory.
 
 A program takes a few outputs and goes along their rows of the weight; sums are in float32. Weights and codes that consist of words
-of eight bytes have programs of their own (``row_words_triton.py``, ``row_codes_triton.py``). Operations before and after a product
+of eight bytes have a program of their own (``row_words_triton.py``). Operations before and after a product
 run in the same launch: RMSNorm of the row, a second product that gates, a bias, a residual.
 """
 
@@ -18,7 +18,6 @@ from meshfold.kernels.one_shot import OneShotMemory
 from meshfold.kernels.one_shot_packets import epoch_bytes
 from meshfold.kernels.one_shot_packets_triton import begin_next, epoch_to_send
 from meshfold.kernels.overlap import early
-from meshfold.kernels.row_codes_triton import product_codes
 from meshfold.kernels.row_product import RowWeight
 from meshfold.kernels.row_tiles import RowCall, Tile, group_of
 from meshfold.kernels.row_words_triton import finish, product_words
@@ -353,13 +352,9 @@ def product(
     )
     grid, row = (cdiv(n, sizes.rows),), codes[0].stride(0)
     take_product(*[part.weight for part in (second, gate) if part is not None])
-    if words == 16:
-        arguments = (x, *codes, *pairs[4:], *around, n, k, row, eps, *addresses)
-        launch(product_words, grid, x, *arguments, BC=32 * sizes.warps, **parts)
-        return y
     if words:
         launch(
-            product_codes,
+            product_words,
             grid,
             x,
             *(x, *codes, *pairs, *around, n, eps, *addresses),

@@ -65,14 +65,13 @@ class RowCall(NamedTuple):
     def word_bits(self, dtype: torch.dtype) -> int:
         """Return the bits of a weight, 0 if it cannot be read in words of eight bytes.
 
-        Its rows, and its groups, must consist of words. With codes, the row and a norm's gain must have 16 bits an element, since
-        whole numbers of 16 bits stand for them.
+        Its rows, and its groups, must consist of words. The row, and a norm's gain, must have 16 bits an element: codes are
+        multiplied by whole numbers of 16 bits.
         """
         group = group_of(self.layer)
         bits = _WORD_BITS.get(self.layer.weight.dtype, 0)
-        if not bits or (bits == 16) != (group == 0):
-            return 0
-        if bits < 16 and not (dtype.itemsize == 2 and (self.norm is None or self.norm[0].dtype.itemsize == 2)):
+        narrow = dtype.itemsize == 2 and (self.norm is None or self.norm[0].dtype.itemsize == 2)
+        if not bits or not narrow or (bits == 16) != (group == 0):
             return 0
         weights = [each.weight for each in (self.layer, self.gate) if each is not None]
         whole = all(w.data_ptr() % 8 == 0 and w.stride(0) * w.element_size() % 8 == 0 for w in weights)
@@ -129,7 +128,7 @@ def word_tiles(bits: int, *, gated: bool) -> list[Tile]:
     sizes = {
         4: ((16, 4), (8, 4), (8, 8), (16, 2), (32, 1)),
         8: ((16, 2), (16, 4), (16, 8), (8, 8), (4, 8)),
-        16: ((8, 4), (4, 4), (4, 8)),
+        16: ((4, 4), (4, 8), (8, 2), (8, 8), (8, 4), (4, 16)),
     }[bits]
     return [Tile(rows // 2 if gated else rows, 32 * warps, warps, words=True) for rows, warps in sizes]
 
