@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from meshfold.mesh.errors import LaunchError
 from meshfold.mesh.processes.environment import Environment
+from meshfold.mesh.processes.freed_memory import keep_freed_memory
 from meshfold.mesh.processes.groups import addresses, is_started
 from meshfold.mesh.processes.rendezvous import meet, open_store, store_of_this_start
 
@@ -78,7 +79,7 @@ def start(
     """Join the job: find the other processes and make the process group of all.
 
     Without a launcher, the process becomes a world of one, without a port. If a process group is already running, it is used
-    unchanged.
+    unchanged. Where tensors belong on the CPU, the process keeps the memory that they free (:func:`keep_freed_memory`).
 
     Args:
         environment: which rank to be; by default :meth:`Environment.detect`.
@@ -123,6 +124,8 @@ def start(
         raise LaunchError(
             f"rank {environment.rank} of {environment.world_size} could not start {backend}{where}: {error}"
         ) from error
+    if chosen.type == "cpu" and backend != "fake":
+        keep_freed_memory()
     return Process(
         rank=environment.rank,
         world_size=environment.world_size,
