@@ -241,6 +241,7 @@ def test_what_plans_count_of_measured_operators() -> None:
     """Each by the name that plans know it by, on a GPU too; the rate that follows is that of its counted bytes."""
     on_cpu = operator_rates(torch.device("cpu"), TINY, torch.float32)
     assert {"aten.gelu_backward", "aten.sum", "aten.cat", "aten.masked_fill", "aten._softmax"} < set(on_cpu)
+    assert {"aten.tanh", "aten.exp", "aten.silu", "aten.silu_backward"} < set(on_cpu)
     meta = torch.device("meta")
     on_gpu = [moved(work, "gpu") for work in calls_of(meta, "gpu", TINY, torch.bfloat16)]
     assert {"dropout.drop": 2 * 2 * 1024**2} in on_gpu  # reads and writes a tensor of 16 bits
@@ -318,7 +319,9 @@ def test_two_ranks_measure_one_machine() -> None:
         assert {"fp32", "bf16", "fp64", "fp16"} <= set(machine.flops)
         assert {sample.side for sample in found.matmuls} == set(TINY.sides)
         assert {"all_reduce", "send", "exchange_rows"} < set(machine.collectives)
+        assert set(machine.efficiency.hidden_by_kind) == {"all_gather", "reduce_scatter", "all_reduce"}  # on a CPU too
         numbers = [
+            machine.efficiency.hidden,
             machine.inside,
             machine.latency,
             machine.memory_rate,

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from meshfold.mesh import (
     Group,
+    Pending,
     all_gather,
     all_reduce,
     all_to_all,
@@ -23,10 +24,11 @@ from meshfold.mesh import (
 )
 from meshfold.mesh.recording import Kind
 from meshfold.planner.calibration.fits import MessageSample
-from meshfold.planner.calibration.samples import Effort, wait
+from meshfold.planner.calibration.samples import Effort, MiB, wait
 
 _CALLS, _MOST_CALLS = 5, 100
 _SENDS, _MATMULS = 4, 8
+_BUCKET = 16 * MiB
 KINDS: dict[Kind, Callable[[Tensor, Group], object]] = {
     "all_reduce": lambda x, group: all_reduce(x, group),
     "all_gather": lambda x, group: all_gather(x, group, 0),
@@ -78,14 +80,14 @@ def hidden_of(collectives: float, matmuls: float, together: float) -> float:
 
 
 def hidden_shares(group: Group, device: torch.device, effort: Effort) -> dict[str, float]:
-    """Measure the share of collectives that matmuls hide, on two streams of a GPU, with equally long runs of both, by kind.
+    """Measure the share of collectives that matmuls hide, with equally long runs of both, by kind.
 
-    Runs are long, so that clocks fall as in training where power is limited. All ranks of the group must call. On a CPU the
-    result is empty: there it depends on which cores each rank gets.
+    On a GPU they run on two streams, on a CPU a thread of the library's carries collectives, on the cores that multiply. Runs are
+    long, so that clocks fall as in training where power is limited. All ranks of the group must call.
     """
-    if device.type != "cuda":
-        return {}
     long = replace(effort, window_s=effort.beside_s, repeats=2)
+    if device.type != "cuda":
+        return _hidden_on_cpu(group, device, long)
     a, b = (torch.randn(effort.sides[-1] // 2, effort.sides[-1] // 2, device=device).bfloat16() for _ in range(2))
     beside = torch.cuda.Stream(device)
 
@@ -113,6 +115,40 @@ def hidden_shares(group: Group, device: torch.device, effort: Effort) -> dict[st
             multiply(times)
 
         found[kind] = hidden_of(alone, times * each, _agreed_seconds(both, group, device, long))
+    return found
+
+
+_BESIDE: dict[Kind, Callable[[Tensor, Group], Pending]] = {
+    "all_gather": lambda x, group: all_gather(x, group, 0, async_op=True),
+    "reduce_scatter": lambda x, group: reduce_scatter(x, group, 0, async_op=True),
+    "all_reduce": lambda x, group: all_reduce(x, group, async_op=True),
+}
+
+
+def _hidden_on_cpu(group: Group, device: torch.device, effort: Effort) -> dict[str, float]:
+    """Return :func:`hidden_shares` of ranks on a CPU, with messages of a bucket of gradients at most."""
+    side = effort.sides[len(effort.sides) // 2]
+    a, b = (torch.randn(side, side, device=device) for _ in range(2))
+
+    def multiply(times: int) -> None:
+        for _ in range(times):
+            a @ b
+
+    each = _agreed_seconds(lambda: multiply(_MATMULS), group, device, effort) / _MATMULS
+    found: dict[str, float] = {}
+    for kind, begin in _BESIDE.items():
+        size = min(effort.message_bytes[-1], _BUCKET) // (4 * group.size) * group.size
+        block = torch.zeros(size // group.size if kind == "all_gather" else size, device=device)
+
+        def send(begin: Callable[[Tensor, Group], Pending] = begin, block: Tensor = block, times: int = 0) -> None:
+            pending = begin(block, group)
+            multiply(times)
+            pending.wait()
+
+        alone = _agreed_seconds(send, group, device, effort)
+        times = max(1, round(alone / each))
+        together = _agreed_seconds(lambda: send(times=times), group, device, effort)  # noqa: B023
+        found[kind] = hidden_of(alone, times * each, together)
     return found
 
 

@@ -86,4 +86,11 @@ def calls_of(device: torch.device, kind: str, effort: Effort, dtype: torch.dtype
     ]
     if dtype.itemsize < 4:
         works.append(lambda: x.to(torch.float32))
+    if kind == "cpu":  # arithmetic takes longer there than memory, up to six times
+        works += [
+            lambda: torch.tanh(x),
+            lambda: torch.exp(x),
+            lambda: aten.silu(x),
+            lambda: aten.silu_backward(y, x),
+        ]
     return works
