@@ -1,4 +1,4 @@
-"""What a process does with memory that tensors on its CPU free: it keeps it for those of the next step."""
+"""Memory that tensors on a CPU free: the process keeps it for those of the next step."""
 
 from __future__ import annotations
 
