@@ -20,7 +20,7 @@ from benchmarks.foresight.worker import measured, run
 from benchmarks.power import PowerLog
 from meshfold.mesh import Mesh, ParallelSpec, start
 from meshfold.mesh.testing import run_on_ranks
-from meshfold.planner import find_machine
+from meshfold.planner import Machine, find_machine
 from meshfold.planner.calibration import write_machine
 
 KNOWN = configurations()
@@ -123,6 +123,29 @@ def test_a_result_has_the_machine_that_was_planned_for(tmp_path: Path, monkeypat
     found = json.loads(out.read_text())
     assert found["calibrated"] == {"1": json.loads(json.dumps(asdict(find_machine("laptop"))))}
     assert found["configurations"]["cpu-gpt"]["planned"]["seconds"] > 0
+
+
+def test_each_number_of_ranks_is_calibrated_right_before_it_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A shared host is faster at one time than at another."""
+    happened: list[tuple[str, list[int]]] = []
+
+    def machine(args: Namespace, ranks: int, folder: Path) -> Machine:
+        happened.append(("calibrated", [ranks]))
+        return find_machine("laptop")
+
+    def measure(chosen: dict[str, Any], result: dict[str, Any], args: Namespace, folder: Path) -> None:
+        happened.append(("measured", [one.ranks for one, _ in chosen.values()]))
+        write(args.out, result)
+
+    monkeypatch.setattr("benchmarks.foresight.run._machine", machine)
+    monkeypatch.setattr("benchmarks.foresight.run.measure", measure)
+    names = ["cpu-tensor2", "cpu-gpt", "cpu-data2"]
+    assert main(["--only", *names, "--device", "cpu", "--out", str(tmp_path / "found.json")]) == 1
+    assert happened == [("calibrated", [1]), ("measured", [1]), ("calibrated", [2]), ("measured", [2, 2])]
+    with pytest.raises(SystemExit, match="no configuration fits the ranks"):
+        main(["--only", "cpu-data2", "--ranks", "1", "--device", "cpu", "--out", str(tmp_path / "found.json")])
 
 
 def test_the_report_writes_table_and_plot(tmp_path: Path) -> None:

@@ -2,7 +2,8 @@
 
 `meshfold bench foresight` calibrates the machine (or takes `--machine FILE`), plans the configurations that its devices can
 hold, trains each for some steps, `--rounds` times by turns, and says whether the bars are met: memory within 5 %, time within 10 %
-for nine of ten and within 20 % for all. `--list` shows the configurations, `--report FILE.json` makes table and plot from a
+for nine of ten and within 20 % for all. Each number of ranks is calibrated right before its configurations are trained, since the
+speed of a shared host changes within minutes. `--list` shows the configurations, `--report FILE.json` makes table and plot from a
 result. A result is added to: on one, two and four GPUs of the same kind, one after the other. `--again FILE.json` plans what was
 measured again, with `--machine` or as it was calibrated, and shows both errors; it needs no GPU.
 """
@@ -49,15 +50,18 @@ def main(argv: Sequence[str]) -> int:
         return again(args.again, args)
     check_out(args.out)
     with tempfile.TemporaryDirectory(prefix="foresight-") as folder:
+        fitting, result, found = _fitting(known, args), _opened(args), 0
         # Links differ with the number of ranks, and so does a rank's share of a host: one machine for each number.
-        chosen, machines = _chosen(known, args, Path(folder))
-        if not chosen:
+        for ranks in sorted({one.ranks for one in fitting.values()}):
+            here = _machine(args, ranks, Path(folder))
+            chosen = _planned({name: one for name, one in fitting.items() if one.ranks == ranks}, here, Path(folder))
+            result.setdefault("calibrated", {})[str(ranks)] = asdict(here)
+            for name, (one, foreseen) in chosen.items():
+                result["configurations"][name] = {"configuration": asdict(one), "planned": foreseen, "runs": []}
+            measure(chosen, result, args, Path(folder))
+            found += len(chosen)
+        if not found:
             raise SystemExit("no configuration fits the ranks and the memory here; see --list, --device and --ranks")
-        result = _opened(args)
-        result.setdefault("calibrated", {}).update({str(ranks): asdict(one) for ranks, one in machines.items()})
-        for name, (one, foreseen) in chosen.items():
-            result["configurations"][name] = {"configuration": asdict(one), "planned": foreseen, "runs": []}
-        measure(chosen, result, args, Path(folder))
     report(args.out)
     return int(any(not ok for _, ok in verdict_lines(result)))
 
@@ -122,24 +126,24 @@ def _opened(args: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
-def _chosen(
-    known: Mapping[str, Configuration], args: argparse.Namespace, folder: Path
-) -> tuple[dict[str, tuple[Configuration, dict[str, Any]]], dict[int, Machine]]:
-    """Return the configurations to measure, with what is planned for each, and the machine that is planned for by ranks."""
+def _fitting(known: Mapping[str, Configuration], args: argparse.Namespace) -> dict[str, Configuration]:
+    """Return the configurations that were asked for and that devices here can hold."""
     names = args.only or list(known)
     if strangers := [name for name in names if name not in known]:
         raise SystemExit(f"there is no configuration {strangers[0]!r}; --list shows them")
     memory = float(torch.cuda.get_device_properties(0).total_memory) if args.device == "cuda" else 2.0**60
-    fitting = runnable({name: known[name] for name in names}, device=args.device, ranks=args.ranks, memory=memory)
-    machines: dict[int, Machine] = {}
+    found = runnable({name: known[name] for name in names}, device=args.device, ranks=args.ranks, memory=memory)
+    return {name: one for name, one in found.items() if args.exactly in (None, one.ranks)}
+
+
+def _planned(
+    fitting: Mapping[str, Configuration], here: Machine, folder: Path
+) -> dict[str, tuple[Configuration, dict[str, Any]]]:
+    """Return the configurations to measure, with what is planned for each."""
     chosen = {}
     for name, one in fitting.items():
-        if args.exactly not in (None, one.ranks):
-            continue
-        if one.ranks not in machines:
-            machines[one.ranks] = _machine(args, one.ranks, folder)
         try:
-            foreseen = planned(one, machines[one.ranks], folder / name)
+            foreseen = planned(one, here, folder / name)
         except MeshfoldError as error:
             print(f"{name}: not planned: {error}", file=sys.stderr)
             continue
@@ -148,7 +152,7 @@ def _chosen(
             continue
         chosen[name] = (one, {"seconds": foreseen.seconds, "bytes": foreseen.bytes})
         print(f"{name:<26} planned {foreseen.seconds:.4g} s, {foreseen.bytes / 2**30:.3f} GiB", flush=True)
-    return chosen, machines
+    return chosen
 
 
 def _machine(args: argparse.Namespace, ranks: int, folder: Path) -> Machine:
@@ -171,13 +175,13 @@ def measure(
     folder: Path,
 ) -> None:
     """Train all by turns and write the result after each start of ranks."""
-    for number, ranks in enumerate(sorted({one.ranks for one, _ in chosen.values()})):
+    for ranks in sorted({one.ranks for one, _ in chosen.values()}):
         names = [name for name, (one, _) in chosen.items() if one.ranks == ranks]
         order = list(by_turns(names, args.rounds))
         for turn in range(args.rounds):
             waiting = order[turn * len(names) : (turn + 1) * len(names)]
             while waiting:
-                out = folder / f"found-{number}-{turn}-{len(waiting)}.jsonl"
+                out = folder / f"found-{ranks}-{turn}-{len(waiting)}.jsonl"
                 job = {
                     "names": waiting,
                     "out": str(out),
