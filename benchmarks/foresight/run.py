@@ -58,7 +58,8 @@ def main(argv: Sequence[str]) -> int:
             result.setdefault("calibrated", {})[str(ranks)] = asdict(here)
             for name, (one, foreseen) in chosen.items():
                 result["configurations"][name] = {"configuration": asdict(one), "planned": foreseen, "runs": []}
-            measure(chosen, result, args, Path(folder))
+            if chosen:
+                measure(chosen, result, args, Path(folder))
             found += len(chosen)
         if not found:
             raise SystemExit("no configuration fits the ranks and the memory here; see --list, --device and --ranks")
@@ -174,36 +175,36 @@ def measure(
     args: argparse.Namespace,
     folder: Path,
 ) -> None:
-    """Train all by turns and write the result after each start of ranks."""
-    for ranks in sorted({one.ranks for one, _ in chosen.values()}):
-        names = [name for name, (one, _) in chosen.items() if one.ranks == ranks]
-        order = list(by_turns(names, args.rounds))
-        for turn in range(args.rounds):
-            waiting = order[turn * len(names) : (turn + 1) * len(names)]
-            while waiting:
-                out = folder / f"found-{ranks}-{turn}-{len(waiting)}.jsonl"
-                job = {
-                    "names": waiting,
-                    "out": str(out),
-                    "folder": str(folder),
-                    "device": args.device,
-                    "window_s": args.window_s,
-                    "until": args.begun + args.budget_s,
-                }
-                with PowerLog() if args.device == "cuda" else nullcontext() as power:
-                    ended, said = start_ranks(WORKER, [json.dumps(job)], ranks, args.timeout)
-                lines = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
-                done = outcomes(lines, how_it_ended(ended, said, args.timeout) if ended != 0 else "")
-                if ended != 0:
-                    print(said[-3000:], file=sys.stderr)
-                    if not done:
-                        raise SystemExit(f"the ranks did not start: {how_it_ended(ended, said, args.timeout)}")
-                for name, run in done.items():
-                    span = run.pop("first", 0.0) + AVERAGED_S, run.pop("last", 0.0)
-                    run.update(power.mean(*span, ranks) if power is not None else {})
-                    result["configurations"][name]["runs"].append(run)
-                write(args.out, result)
-                waiting = [] if ended == 0 else [name for name in waiting if name not in done]
+    """Train all, of one number of ranks, by turns and write the result after each start of ranks."""
+    names = list(chosen)
+    [ranks] = {one.ranks for one, _ in chosen.values()}
+    order = list(by_turns(names, args.rounds))
+    for turn in range(args.rounds):
+        waiting = order[turn * len(names) : (turn + 1) * len(names)]
+        while waiting:
+            out = folder / f"found-{ranks}-{turn}-{len(waiting)}.jsonl"
+            job = {
+                "names": waiting,
+                "out": str(out),
+                "folder": str(folder),
+                "device": args.device,
+                "window_s": args.window_s,
+                "until": args.begun + args.budget_s,
+            }
+            with PowerLog() if args.device == "cuda" else nullcontext() as power:
+                ended, said = start_ranks(WORKER, [json.dumps(job)], ranks, args.timeout)
+            lines = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
+            done = outcomes(lines, how_it_ended(ended, said, args.timeout) if ended != 0 else "")
+            if ended != 0:
+                print(said[-3000:], file=sys.stderr)
+                if not done:
+                    raise SystemExit(f"the ranks did not start: {how_it_ended(ended, said, args.timeout)}")
+            for name, run in done.items():
+                span = run.pop("first", 0.0) + AVERAGED_S, run.pop("last", 0.0)
+                run.update(power.mean(*span, ranks) if power is not None else {})
+                result["configurations"][name]["runs"].append(run)
+            write(args.out, result)
+            waiting = [] if ended == 0 else [name for name in waiting if name not in done]
 
 
 def outcomes(lines: Sequence[Mapping[str, Any]], ending: str) -> dict[str, dict[str, Any]]:

@@ -115,11 +115,7 @@ def test_products_of_one_row_compile(monkeypatch: pytest.MonkeyPatch, tmp_path: 
                 product(x, *layer, gate=layer, norm=(x[0], 1e-5))
                 with K.overlapped_launches():
                     product(x, *layer, gate=layer, norm=(x[0], 1e-5), tile=Tile(8, 64, 2, words=True))
-    assert made.compiled == {
-        "row_product._product",
-        "row_product._product_int4",
-        "row_words.product_words",
-    }
+    assert made.compiled == {"row_product._product", "row_product._product_int4", "row_words.product_words"}
 
 
 def test_codes_become_weights(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,11 +190,7 @@ def test_weights_are_fetched_ahead(monkeypatch: pytest.MonkeyPatch, begins_early
         row_product_triton.product(x[:, :128], *layer, tile=tile, sends=(memory, 2))
     for norm in (True, False):
         one_shot_packets_triton.launch_packets(None, x, x[0], 1e-5, memory, 2, adds=True, norm=norm, tries=0)
-    made.compiled -= {
-        "row_product._product",
-        "row_product._product_int4",
-        "row_words.product_words",
-    }
+    made.compiled -= {"row_product._product", "row_product._product_int4", "row_words.product_words"}
     assert made.compiled == {"paged_attention._attend", "one_shot_packets._packets", "one_shot._one_shot"}
 
 

@@ -1,8 +1,8 @@
 """Products of one row with a weight in Triton, which read the weight, or its codes, at the speed of memory.
 
 A program takes a few outputs and goes along their rows of the weight; sums are in float32. Weights and codes that consist of words
-of eight bytes have a program of their own (``row_words_triton.py``). Operations before and after a product
-run in the same launch: RMSNorm of the row, a second product that gates, a bias, a residual.
+of eight bytes have a program of their own (``row_words_triton.py``). Operations before and after a product run in the same launch:
+RMSNorm of the row, a second product that gates, a bias, a residual.
 """
 
 from __future__ import annotations

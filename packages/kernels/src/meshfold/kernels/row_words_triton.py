@@ -106,9 +106,8 @@ def _floats(x, fours):
     for i in tl.static_range(len(fours)):
         for half in tl.static_range(2):
             two = (fours[i] >> (32 * half)).to(tl.int32)
-            if x.dtype.element_ty == tl.bfloat16:  # the upper half of float32
-                found = with_one(found, (two << 16).to(tl.float32, bitcast=True))
-                found = with_one(found, (two & -65536).to(tl.float32, bitcast=True))
+            if x.dtype.element_ty == tl.bfloat16:
+                found = with_one(with_one(found, _half_of(two, 0)), _half_of(two, 1))
             else:
                 found = with_one(found, two.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32))
                 found = with_one(found, (two >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32))

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -28,7 +29,7 @@ from meshfold.planner.calibration.samples import Effort, MiB, wait
 
 _CALLS, _MOST_CALLS = 5, 100
 _SENDS, _MATMULS = 4, 8
-_BUCKET = 16 * MiB
+_BUCKET = 16 * MiB  # of gradients, at most: a message on a CPU
 KINDS: dict[Kind, Callable[[Tensor, Group], object]] = {
     "all_reduce": lambda x, group: all_reduce(x, group),
     "all_gather": lambda x, group: all_gather(x, group, 0),
@@ -38,6 +39,12 @@ KINDS: dict[Kind, Callable[[Tensor, Group], object]] = {
     "shift": lambda x, group: shift(x, group),
 }
 """Measured kinds. ``send`` has the seconds of ``shift``, which sends and receives at the same time."""
+_BESIDE: dict[Kind, Callable[[Tensor, Group], Pending]] = {
+    "all_gather": lambda x, group: all_gather(x, group, 0, async_op=True),
+    "reduce_scatter": lambda x, group: reduce_scatter(x, group, 0, async_op=True),
+    "all_reduce": lambda x, group: all_reduce(x, group, async_op=True),
+}
+"""Collectives that run beside matmuls in training."""
 
 
 def message_samples(
@@ -86,68 +93,41 @@ def hidden_shares(group: Group, device: torch.device, effort: Effort) -> dict[st
     long, so that clocks fall as in training where power is limited. All ranks of the group must call.
     """
     long = replace(effort, window_s=effort.beside_s, repeats=2)
-    if device.type != "cuda":
-        return _hidden_on_cpu(group, device, long)
-    a, b = (torch.randn(effort.sides[-1] // 2, effort.sides[-1] // 2, device=device).bfloat16() for _ in range(2))
-    beside = torch.cuda.Stream(device)
+    on_gpu = device.type == "cuda"
+    side = effort.sides[-1] // 2 if on_gpu else effort.sides[len(effort.sides) // 2]
+    dtype = torch.bfloat16 if on_gpu else torch.float32
+    message_bytes = effort.message_bytes[-1] if on_gpu else min(effort.message_bytes[-1], _BUCKET)
+    a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
+    beside = torch.cuda.Stream(device) if on_gpu else None
 
     def multiply(times: int) -> None:
         for _ in range(times):
             a @ b
+
+    def begin(kind: Kind, block: Tensor) -> list[Pending]:
+        """Start collectives; return what must be waited for after the matmuls."""
+        if beside is None:
+            return [_BESIDE[kind](block, group)]
+        with torch.cuda.stream(beside):
+            for _ in range(_SENDS):
+                KINDS[kind](block, group)
+        return []
+
+    def run(kind: Kind, block: Tensor, times: int) -> None:
+        pending = begin(kind, block)
+        multiply(times)
+        for one in pending:
+            one.wait()
 
     each = _agreed_seconds(lambda: multiply(_MATMULS), group, device, long) / _MATMULS
     found: dict[str, float] = {}
-    kinds: tuple[Kind, ...] = ("all_gather", "reduce_scatter", "all_reduce")
-    for kind in kinds:
-        count = effort.message_bytes[-1] // 2 // group.size * (1 if kind == "all_gather" else group.size)
-        block = torch.zeros(count, dtype=torch.bfloat16, device=device)
+    for kind in _BESIDE:
+        count = message_bytes // dtype.itemsize // group.size * (1 if kind == "all_gather" else group.size)
+        block = torch.zeros(count, dtype=dtype, device=device)
 
-        def send(kind: Kind = kind, block: Tensor = block) -> None:
-            with torch.cuda.stream(beside):
-                for _ in range(_SENDS):
-                    KINDS[kind](block, group)
-
-        alone = _agreed_seconds(send, group, device, long)
+        alone = _agreed_seconds(partial(run, kind, block, 0), group, device, long)
         times = max(1, round(alone / each))
-
-        def both(send: Callable[[], None] = send, times: int = times) -> None:
-            send()
-            multiply(times)
-
-        found[kind] = hidden_of(alone, times * each, _agreed_seconds(both, group, device, long))
-    return found
-
-
-_BESIDE: dict[Kind, Callable[[Tensor, Group], Pending]] = {
-    "all_gather": lambda x, group: all_gather(x, group, 0, async_op=True),
-    "reduce_scatter": lambda x, group: reduce_scatter(x, group, 0, async_op=True),
-    "all_reduce": lambda x, group: all_reduce(x, group, async_op=True),
-}
-
-
-def _hidden_on_cpu(group: Group, device: torch.device, effort: Effort) -> dict[str, float]:
-    """Return :func:`hidden_shares` of ranks on a CPU, with messages of a bucket of gradients at most."""
-    side = effort.sides[len(effort.sides) // 2]
-    a, b = (torch.randn(side, side, device=device) for _ in range(2))
-
-    def multiply(times: int) -> None:
-        for _ in range(times):
-            a @ b
-
-    each = _agreed_seconds(lambda: multiply(_MATMULS), group, device, effort) / _MATMULS
-    found: dict[str, float] = {}
-    for kind, begin in _BESIDE.items():
-        size = min(effort.message_bytes[-1], _BUCKET) // (4 * group.size) * group.size
-        block = torch.zeros(size // group.size if kind == "all_gather" else size, device=device)
-
-        def send(begin: Callable[[Tensor, Group], Pending] = begin, block: Tensor = block, times: int = 0) -> None:
-            pending = begin(block, group)
-            multiply(times)
-            pending.wait()
-
-        alone = _agreed_seconds(send, group, device, effort)
-        times = max(1, round(alone / each))
-        together = _agreed_seconds(lambda: send(times=times), group, device, effort)  # noqa: B023
+        together = _agreed_seconds(partial(run, kind, block, times), group, device, long)
         found[kind] = hidden_of(alone, times * each, together)
     return found
 
