@@ -21,10 +21,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import common, decode_report, reports, timed_training
+from benchmarks import common, reports, timed_training
 from benchmarks.align import run as align_bench
-from benchmarks.decode import errors_of, reason_of
-from benchmarks.exact_forward import in_float32
+from benchmarks.decode import report as decode_report
+from benchmarks.decode.contestants import errors_of
+from benchmarks.decode.exact_forward import in_float32
+from benchmarks.decode.run import reason_of
 from benchmarks.experts import run as experts_run
 from benchmarks.fp8_curve import rounded
 from benchmarks.fp8_curve_report import Pairs, average, bias, distances, pairs_of, verdict_on

@@ -24,10 +24,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that this file runs on its own
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that this file runs on its own
 
 import torch
-from torch import Tensor, nn
 
 from benchmarks.common import (
     Contestant,
@@ -37,11 +36,11 @@ from benchmarks.common import (
     check_out,
     parse_with_tiny,
 )
-from benchmarks.decode_report import CONTINUOUS, FORMS, GPT_FAST, JUDGED, OURS, PEER, report
-from benchmarks.exact_forward import in_float32, logprobs_of
+from benchmarks.decode.contestants import makers
+from benchmarks.decode.models import weight_bytes
+from benchmarks.decode.report import JUDGED, report
 from benchmarks.kernel_times import kernels_after, kernels_of, lines_of
 from benchmarks.measuring import PhaseClock, measure
-from benchmarks.planned_memory import PlannedMemory
 from meshfold.kernels import tried_graphs
 
 TINY = dict(
@@ -60,14 +59,8 @@ TINY = dict(
     dtype="float32",
     backend="aot_eager",
 )
-ON_THEIRS = "ours on transformers' Llama"
-EAGER = "transformers dynamic"
 PROFILED = 64
 """Tokens of a text that are profiled at most."""
-FIRST = 8
-"""New tokens of the texts that make transformers' continuous batching warm."""
-PREFILL = 8192
-"""Tokens of prompts that one forward of ours computes at most, where there are many."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -166,36 +159,6 @@ def measure_here(options: argparse.Namespace, world: Any = None) -> None:
         profile(found, options, say)
 
 
-def makers(options: argparse.Namespace) -> dict[str, Callable[[], Contestant]]:
-    """Return what makes each contestant, by name; models are made when they are first needed."""
-    made: dict[str, Any] = {}
-
-    def model(kind: str) -> Any:
-        if kind not in made:
-            made[kind] = own_model(options) if kind == "own" else their_model(options)
-        return made[kind]
-
-    found: dict[str, Callable[[], Contestant]] = {
-        OURS: lambda: ours(OURS, model("own"), options),
-        f"{OURS} compiled": lambda: ours(f"{OURS} compiled", model("own"), options, compile=options.backend),
-        **{f"{OURS} {form} compiled": partial(packed, form, options) for form in FORMS},
-        f"{OURS} plain": lambda: ours(f"{OURS} plain", model("own"), options, plain=True),
-        **{f"{OURS} {form}": partial(packed, form, options, compiled=False) for form in FORMS},
-        ON_THEIRS: lambda: ours(ON_THEIRS, model("theirs"), options),
-        f"{ON_THEIRS} compiled": lambda: ours(
-            f"{ON_THEIRS} compiled", model("theirs"), options, compile=options.backend
-        ),
-        GPT_FAST: lambda: by_hand(GPT_FAST, options),
-        PEER: lambda: theirs(PEER, model("theirs"), options, cache_implementation="static"),
-        EAGER: lambda: theirs(EAGER, model("theirs"), options),
-        CONTINUOUS: lambda: continuous(CONTINUOUS, model("theirs"), options),
-    }
-    if options.ranks == 1:
-        return found
-    split = (OURS, f"{OURS} compiled", *(f"{OURS} {form}" for form in FORMS))
-    return {name: make for name, make in found.items() if name in split}
-
-
 def contestants(
     options: argparse.Namespace, made: list[Contestant], say: Callable[[str], None]
 ) -> Iterator[Contestant]:
@@ -276,174 +239,6 @@ def ms_after(prefill: Callable[[], object], step: Callable[[], object], new: int
 
     whole, first = (min(seconds(run) for _ in range(3)) for run in (step, prefill))
     return (whole - first) / max(new - 1, 1) * 1e3
-
-
-def ours(name: str, model: Any, options: argparse.Namespace, plain: bool = False, **settings: Any) -> Contestant:
-    """Return our generator over a model; ``plain``: without the kernels of a single row."""
-    from meshfold.inference import Generator, Sampling
-
-    room = options.batch * (-(-(options.prompt + options.new) // options.page_size) + 1) * options.page_size
-    memory = PlannedMemory()
-    generator = Generator(
-        model,
-        tokens=room,
-        page_size=options.page_size,
-        most_rows=options.batch,
-        chunk=max(min(options.batch * options.prompt, PREFILL), options.batch),
-        ahead=options.ahead,
-        sums=options.sums,
-        **settings,
-    )
-    if plain:
-        generator.runner.row_kernels = None  # type: ignore[attr-defined]
-    given = prompts(options).tolist()
-
-    def step(new: int = options.new) -> Any:
-        return generator.generate(given, sampling=Sampling(temperature=0.0, max_new_tokens=new))
-
-    without = {} if plain or settings.get("compile") else getattr(generator.runner, "without", {})
-    named = dict(
-        row_kernels="the kernels of a single row", sums="fused sums over ranks", packets="packets of sums over ranks"
-    )
-    lacking = [
-        f"without {named[key]}: {why}" for key, why in without.items() if key == "row_kernels" or options.ranks > 1
-    ]
-    note = generator.reason or "; ".join(lacking)
-    options.memory[name] = memory.of(generator, step)
-    error, options.__dict__.setdefault("forward_error", {})[name] = errors_of(model, given[0], step())
-    return Contestant(name, step, note=note, error=error, parts=dict(prefill=partial(step, 1)), warm=True)
-
-
-def packed(form: str, options: argparse.Namespace, *, compiled: bool = True) -> Contestant:
-    """Return our generator over a model of its own with packed weights; its own forward, for the error, has the same ones."""
-    from meshfold.inference import quantize
-
-    model = own_model(options)
-    quantize(model, form, group=min(128, options.hidden))
-    name = f"{OURS} {form} compiled" if compiled else f"{OURS} {form}"
-    return ours(name, model, options, compile=options.backend if compiled else False)
-
-
-def theirs(name: str, model: Any, options: argparse.Namespace, **settings: Any) -> Contestant:
-    """Return transformers' own generation."""
-    ids = prompts(options).to(model.device)
-
-    def step() -> Any:
-        return model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=options.new,
-            min_new_tokens=options.new,
-            do_sample=False,
-            pad_token_id=0,
-            **settings,
-        )
-
-    return Contestant(name, step)
-
-
-def by_hand(name: str, options: argparse.Namespace) -> Contestant:
-    """Return gpt-fast's way, written by hand."""
-    from benchmarks.peers import gpt_fast
-
-    sizes = [options.vocabulary, options.hidden, options.layers, options.heads, options.kv_heads, options.ffn]
-    longest = options.prompt + options.new
-    model: Any = made_here(lambda: gpt_fast.Decoder(*sizes, batch=options.batch, longest=longest), options)
-    generate, ids = gpt_fast.generator(model, options.backend), prompts(options).to(model.output.weight.device)
-    return Contestant(name, lambda: generate(ids, options.new).tolist())
-
-
-def continuous(name: str, model: Any, options: argparse.Namespace) -> Contestant:
-    """Return transformers' continuous batching, warm and timed once; one that is stopped has the limit as its time."""
-    from benchmarks.peers.continuous_batching import ContinuousBatching, StoppedError
-
-    texts = ContinuousBatching(model, prompts(options).tolist(), options.new)
-    texts(min(FIRST, options.new), 4 * options.most_s)
-    try:
-        return Contestant(name, known_ms=texts(options.new, options.most_s) * 1e3, note="timed once")
-    except StoppedError as error:
-        return Contestant(name, known_ms=options.most_s * 1e3, note=str(error))
-
-
-def prompts(options: argparse.Namespace) -> Tensor:
-    """Return random prompts, ``batch prompt``."""
-    random = torch.Generator().manual_seed(1)
-    return torch.randint(1, options.vocabulary, (options.batch, options.prompt), generator=random)
-
-
-def errors_of(model: Any, prompt: list[int], found: Any) -> tuple[float, float]:
-    """Return the largest difference of log-probs of the first text from those in float32: of generation, and of one forward."""
-    tokens = found.tokens[0]
-    with in_float32(model):
-        exact = logprobs_of(model, prompt, tokens)
-    heard = torch.tensor(found.logprobs[0], device=exact.device)
-    return tuple(float((each - exact).abs().max()) for each in (heard, logprobs_of(model, prompt, tokens)))  # type: ignore[return-value]
-
-
-def own_model(options: argparse.Namespace) -> Any:
-    """Return our Llama with random weights; on several ranks what generates with the part of it that is here."""
-    from meshfold.models import LlamaConfig, build
-
-    config = LlamaConfig(
-        vocab_size=options.vocabulary,
-        hidden=options.hidden,
-        layers=options.layers,
-        heads=options.heads,
-        kv_heads=options.kv_heads,
-        ffn=options.ffn,
-        max_positions=options.prompt + options.new + 1,
-        tie=False,
-    )
-    if options.ranks == 1:
-        return made_here(lambda: build(config), options)
-    from meshfold.engine import Engine
-
-    precision = "bf16" if options.dtype == "bfloat16" else "fp32"
-    torch.manual_seed(0)
-    engine = Engine(lambda: build(config), dict(tensor=options.ranks), precision=precision)
-    model = engine.generator.eval()
-    model.engine_of_ranks = [engine]  # lives as long as the model, and is no part of its state
-    return model
-
-
-def their_model(options: argparse.Namespace) -> Any:
-    """Return transformers' Llama with random weights."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=options.vocabulary,
-        hidden_size=options.hidden,
-        num_hidden_layers=options.layers,
-        num_attention_heads=options.heads,
-        num_key_value_heads=options.kv_heads,
-        intermediate_size=options.ffn,
-        max_position_embeddings=options.prompt + options.new + 1,
-        tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=None,
-    )
-    return made_here(lambda: LlamaForCausalLM(config), options)
-
-
-def made_here(make: Callable[[], nn.Module], options: argparse.Namespace) -> nn.Module:
-    """Return a model in eval mode, made on the GPU where there is one, in the wanted dtype."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(getattr(torch, options.dtype))
-    torch.manual_seed(0)
-    try:
-        with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-            return make().eval()
-    finally:
-        torch.set_default_dtype(before)
-
-
-def weight_bytes(options: argparse.Namespace) -> int:
-    """Return the bytes of the weights that every token reads: all but the embedding table."""
-    head = options.hidden // options.heads
-    block = options.hidden * (2 * options.heads + 2 * options.kv_heads) * head + 3 * options.hidden * options.ffn
-    wide: int = getattr(torch, options.dtype).itemsize
-    return int(options.layers * block + options.hidden * options.vocabulary) * wide
 
 
 if __name__ == "__main__":
