@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import json
 import math
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
@@ -31,6 +32,7 @@ from benchmarks.experts import run as experts_run
 from benchmarks.fp8_curve import rounded
 from benchmarks.fp8_curve_report import Pairs, average, bias, distances, pairs_of, verdict_on
 from benchmarks.hugging_face import run as hugging_face
+from benchmarks.peers.lmdeploy_engine import LMDeployEngine
 from benchmarks.power import PowerLog, parse
 from benchmarks.tensor_parallel import report as tensor_parallel_report
 from benchmarks.timed_training import train
@@ -381,6 +383,67 @@ def test_a_peer_that_was_stopped_is_slower_at_least() -> None:
     [line] = decode_report.many(settings, {**times, decode_report.CONTINUOUS: [9e3]}, {})
     assert line.endswith("1.125 (bar 1.3): **not met**")
     assert not list(decode_report.many({**settings, "batch": 64}, times, {}))
+    [line] = decode_report.many(settings, {"ours": [8e3], decode_report.LMDEPLOY: [7e3, 7.1e3, 7.3e3]}, {})
+    assert line.endswith("0.887 (bar 0.9): **not met**")
+
+
+@pytest.mark.parametrize(("short", "delay", "error"), [(0, 0.0, None), (1, 0.0, RuntimeError), (0, 0.2, TimeoutError)])
+def test_texts_of_lmdeploy_are_counted(
+    short: int, delay: float, error: type[Exception] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine with LMDeploy's interface gives each text's tokens in pieces; one whose text is shorter, or late, is told."""
+
+    class Engine:
+        @classmethod
+        def from_pretrained(cls, folder: str, engine_config: Any) -> Engine:
+            files = {file.name for file in Path(folder).iterdir()}
+            assert {"config.json", "model.safetensors", "tokenizer.json"} <= files
+            assert (engine_config.dtype, engine_config.session_len, engine_config.max_batch_size) == ("float32", 9, 2)
+            return cls()
+
+        def start(self) -> None:
+            asyncio.get_running_loop()
+
+        def create_instance(self) -> Engine:
+            return self
+
+        async def async_stream_infer(self, number: int, ids: list[int], gen_config: Any) -> AsyncIterator[Any]:
+            assert gen_config.ignore_eos and gen_config.min_new_tokens == gen_config.max_new_tokens
+            for _ in range(gen_config.max_new_tokens - short * number):
+                await asyncio.sleep(delay)
+                yield SimpleNamespace(token_ids=[number])
+            yield SimpleNamespace(token_ids=[])
+
+        async def async_end(self, number: int) -> None:
+            pass
+
+    config = type("Config", (SimpleNamespace,), {})
+    package = SimpleNamespace(GenerationConfig=config, PytorchEngineConfig=config)
+    monkeypatch.setitem(sys.modules, "lmdeploy", package)  # type: ignore[misc]
+    monkeypatch.setitem(sys.modules, "lmdeploy.pytorch", SimpleNamespace())  # type: ignore[misc]
+    monkeypatch.setitem(sys.modules, "lmdeploy.pytorch.engine", SimpleNamespace(Engine=Engine))  # type: ignore[misc]
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = dict(vocab_size=8, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8)
+    texts = LMDeployEngine(LlamaForCausalLM(LlamaConfig(**sizes)), [[1, 2], [3, 4, 5]], new=5)
+    with nullcontext() if error is None else pytest.raises(error):
+        assert 0 < texts(4, limit_s=0.1 if delay else 10.0) < 10
+
+
+def test_an_engine_that_ends_the_process_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """LMDeploy's check of a machine ends its process: the other contestants go on."""
+
+    def ends(folder: str, engine_config: Any) -> None:
+        raise SystemExit(1)
+
+    package = SimpleNamespace(GenerationConfig=SimpleNamespace, PytorchEngineConfig=SimpleNamespace)
+    monkeypatch.setitem(sys.modules, "lmdeploy", package)  # type: ignore[misc]
+    monkeypatch.setitem(sys.modules, "lmdeploy.pytorch", SimpleNamespace())  # type: ignore[misc]
+    engine = SimpleNamespace(Engine=SimpleNamespace(from_pretrained=ends))
+    monkeypatch.setitem(sys.modules, "lmdeploy.pytorch.engine", engine)  # type: ignore[misc]
+    model = SimpleNamespace(dtype=torch.bfloat16, save_pretrained=lambda folder: None)
+    with pytest.raises(RuntimeError, match="its log above says why"):
+        LMDeployEngine(model, [[1]], new=1)
 
 
 def test_planned_memory_is_judged_beside_what_was_taken() -> None:

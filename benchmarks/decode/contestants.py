@@ -13,7 +13,7 @@ from torch import Tensor
 from benchmarks.common import Contestant
 from benchmarks.decode.exact_forward import in_float32, logprobs_of
 from benchmarks.decode.models import made_here, own_model, their_model
-from benchmarks.decode.report import CONTINUOUS, FORMS, GPT_FAST, OURS, PEER
+from benchmarks.decode.report import CONTINUOUS, FORMS, GPT_FAST, LMDEPLOY, OURS, PEER
 from benchmarks.planned_memory import PlannedMemory
 
 ON_THEIRS = "ours on transformers' Llama"
@@ -47,6 +47,7 @@ def makers(options: argparse.Namespace) -> dict[str, Callable[[], Contestant]]:
         PEER: lambda: theirs(PEER, model("theirs"), options, cache_implementation="static"),
         EAGER: lambda: theirs(EAGER, model("theirs"), options),
         CONTINUOUS: lambda: continuous(CONTINUOUS, model("theirs"), options),
+        LMDEPLOY: lambda: lmdeploy(LMDEPLOY, model("theirs"), options),
     }
     if options.ranks == 1:
         return found
@@ -139,6 +140,18 @@ def continuous(name: str, model: Any, options: argparse.Namespace) -> Contestant
         return Contestant(name, known_ms=texts(options.new, options.most_s) * 1e3, note="timed once")
     except StoppedError as error:
         return Contestant(name, known_ms=options.most_s * 1e3, note=str(error))
+
+
+def lmdeploy(name: str, model: Any, options: argparse.Namespace) -> Contestant:
+    """Return LMDeploy's engine over the weights of a model of transformers."""
+    from benchmarks.peers.lmdeploy_engine import LMDeployEngine
+
+    texts = LMDeployEngine(model, prompts(options).tolist(), options.new)
+
+    def step(new: int = options.new) -> float:
+        return texts(new, 4 * options.most_s)  # also one that compiles
+
+    return Contestant(name, step, parts=dict(prefill=partial(step, 1)))
 
 
 def prompts(options: argparse.Namespace) -> Tensor:

@@ -13,13 +13,14 @@ from benchmarks.reports import JOULES, joules, met, ratio, read_bars, table
 JUDGED = dict(vocabulary=128256, hidden=4096, heads=32, kv_heads=8, ffn=14336, layers=32)
 """The model that the bars are for."""
 OURS, PEER, GPT_FAST = "ours", "transformers static compiled", "gpt-fast by hand"
-CONTINUOUS = "transformers continuous batching"
+CONTINUOUS, LMDEPLOY = "transformers continuous batching", "LMDeploy PyTorch engine"
 MANY = dict(batch=256, prompt=512, new=256)
-"""The requests that its bar is for."""
+"""The requests that their bars are for."""
 FORMS = ("int8", "fp8", "int4")
 """Packed weights, after ours in a name."""
 BARS = read_bars(
-    "decode", ("milliseconds", "transformers", "gpt_fast", "bits8", "bits4", "two", "four", "many", "memory")
+    "decode",
+    ("milliseconds", "transformers", "gpt_fast", "bits8", "bits4", "two", "four", "many", "lmdeploy", "memory"),
 )
 
 
@@ -113,16 +114,16 @@ def bars(settings: Mapping[str, Any], times: Mapping[str, Sequence[float]]) -> I
 
 
 def many(settings: Mapping[str, Any], times: Mapping[str, Sequence[float]], notes: Mapping[str, str]) -> Iterator[str]:
-    """Yield the verdict on many requests at once; a peer that was stopped is at least so much slower.
+    """Yield the verdicts on many requests at once; a peer that was stopped is at least so much slower.
 
-    The peer is timed once, ours in every round.
+    transformers is timed once, the others in every round.
     """
-    if OURS in times and CONTINUOUS in times:
-        ratio = median(times[CONTINUOUS]) / median(times[OURS])
-        line = BARS["many"].line(ratio, settings.get("ranks", 1), best=OURS)
-        judged = all(settings[name] == value for name, value in {**JUDGED, **MANY}.items())
-        if judged:
-            yield line + (" (at least: it was stopped)" if "stopped" in notes.get(CONTINUOUS, "") else "")
+    if OURS not in times or any(settings[name] != value for name, value in {**JUDGED, **MANY}.items()):
+        return
+    for key, peer in (("many", CONTINUOUS), ("lmdeploy", LMDEPLOY)):
+        if peer in times:
+            line = BARS[key].line(median(times[peer]) / median(times[OURS]), settings.get("ranks", 1), best=OURS)
+            yield line + (" (at least: it was stopped)" if "stopped" in notes.get(peer, "") else "")
 
 
 def memory(settings: Mapping[str, Any]) -> Iterator[str]:

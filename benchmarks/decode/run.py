@@ -2,7 +2,7 @@
 
 `meshfold bench decode` generates a text of --new tokens for each of --batch sequences, greedily, and divides its time by --new.
 With --ranks 2 our model is split over two GPUs by tensor parallelism. --batch 256 --prompt 512 is many requests at once, beside
-transformers' continuous batching. The prompts alone are timed too, with one token after each: *prefill*. The other tokens take the
+transformers' continuous batching and LMDeploy's PyTorch engine. The prompts alone are timed too, with one token after each: *prefill*. The other tokens take the
 rest: *ms a token after it*.
 
 It writes JSON as it goes, and prints the seconds of each phase. With --rounds 1 each contestant is made, measured and written
@@ -41,6 +41,7 @@ from benchmarks.decode.models import weight_bytes
 from benchmarks.decode.report import JUDGED, report
 from benchmarks.kernel_times import kernels_after, kernels_of, lines_of
 from benchmarks.measuring import PhaseClock, measure
+from benchmarks.wheels import add_wheels, unpacked
 from meshfold.kernels import tried_graphs
 
 TINY = dict(
@@ -85,6 +86,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--list", action="store_true", help="names of the contestants")
     parser.add_argument("--profile", action="store_true", help="print the time of each kernel too")
     add_rounds(parser)
+    add_wheels(parser)
     add_output(parser, "decode")
     options = parse_with_tiny(parser, argv, TINY)
     if options.report is not None:
@@ -95,7 +97,8 @@ def main(argv: Sequence[str]) -> int:
         return 0
     check_contestants(parser, options.only.split(",") if options.only else (), makers(options))
     if options.ranks == 1:
-        measure_here(options)
+        with unpacked(options.wheels):
+            measure_here(options)
         report(options.out)
         return 0
     if "RANK" not in os.environ:

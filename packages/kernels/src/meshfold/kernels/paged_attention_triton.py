@@ -112,7 +112,7 @@ def _attend(
     blocks = (position - first) // BLOCK + 1
     each = (blocks + SPLITS - 1) // SPLITS * BLOCK
     start = first + split * each
-    stop = tl.minimum(start + each, position + 1)
+    stop = tl.minimum(start + each, position)
 
     group, feature, token = tl.arange(0, PADDED), tl.arange(0, D), tl.arange(0, BLOCK)
     mine, inside = group < GROUP, feature < d
@@ -133,7 +133,8 @@ def _attend(
         kept_v, scale_v = _coded(new_v, values, TOP, WHOLE)
         new_k = (kept_k.to(tl.float32) * scale_k).to(query.dtype)
         new_v = (kept_v.to(tl.float32) * scale_v).to(query.dtype)
-    if (start <= position) & (position < start + each):
+    owns = (start <= position) & (position < start + each)
+    if owns:
         page = tl.load(tables + row * table_row + position // SIZE)
         there = page * page_stride + head * head_stride + (position % SIZE) * d
         tl.store(keys + there + feature, kept_k, mask=inside)
@@ -142,23 +143,24 @@ def _attend(
             tl.store(key_scales + there // d, scale_k)
             tl.store(value_scales + there // d, scale_v)
 
-    largest = tl.full((PADDED,), -float("inf"), tl.float32)
-    sums = tl.zeros((PADDED,), tl.float32)
-    acc = tl.zeros((PADDED, D), tl.float32)
+    # The new token is the first that the program sees, from its registers: a loop over kept ones alone copies what it loads to
+    # where matrix products read it, and nothing else.
+    one = tl.sum(query.to(tl.float32) * new_k.to(tl.float32)[None, :], 1) * scale
+    largest = tl.where(owns, one, -float("inf"))
+    sums = tl.where(owns, 1.0, 0.0) + tl.zeros((PADDED,), tl.float32)
+    acc = tl.where(owns, new_v.to(tl.float32), 0.0)[None, :] + tl.zeros((PADDED, D), tl.float32)
     for at in range(start, stop, BLOCK):
         place = at + token
-        seen = (place <= position) & (place > position - window)
-        old = (seen & (place < position))[:, None] & inside[None, :]
+        seen = (place < position) & (place > position - window)
+        both_seen = seen[:, None] & inside[None, :]
         page = tl.load(tables + row * table_row + place // SIZE, mask=seen, other=0)
         token_at = page * page_stride + head * head_stride + (place % SIZE) * d
         where = token_at[:, None] + feature[None, :]
-        new = (place == position)[:, None]
-        key = tl.load(keys + where, mask=old, other=0.0)
-        value = tl.load(values + where, mask=old, other=0.0)  # here, so that it comes while scores are computed
+        key = tl.load(keys + where, mask=both_seen, other=0.0)
+        value = tl.load(values + where, mask=both_seen, other=0.0)  # here, so that it comes while scores are computed
         if TOP > 0:
-            factor = tl.load(key_scales + token_at // d, mask=seen & (place < position), other=0.0)
+            factor = tl.load(key_scales + token_at // d, mask=seen, other=0.0)
             key = (key.to(tl.float32) * factor[:, None]).to(query.dtype)
-        key = tl.where(new, new_k[None, :], key)
         score = tl.dot(query, tl.trans(key), input_precision=PRECISION) * scale
         score = tl.where(seen[None, :], score, -float("inf"))
         higher = tl.maximum(largest, tl.max(score, 1))
@@ -166,9 +168,8 @@ def _attend(
         weight = tl.exp2(score - higher[:, None])
         sums = sums * shrink + tl.sum(weight, 1)
         if TOP > 0:
-            factor = tl.load(value_scales + token_at // d, mask=seen & (place < position), other=0.0)
+            factor = tl.load(value_scales + token_at // d, mask=seen, other=0.0)
             value = (value.to(tl.float32) * factor[:, None]).to(query.dtype)
-        value = tl.where(new, new_v[None, :], value)
         acc = acc * shrink[:, None] + tl.dot(weight.to(value.dtype), value, input_precision=PRECISION)
         largest = higher
 
