@@ -385,6 +385,9 @@ def test_a_peer_that_was_stopped_is_slower_at_least() -> None:
     assert not list(decode_report.many({**settings, "batch": 64}, times, {}))
     [line] = decode_report.many(settings, {"ours": [8e3], decode_report.LMDEPLOY: [7e3, 7.1e3, 7.3e3]}, {})
     assert line.endswith("0.887 (bar 0.9): **not met**")
+    both = {"ours": [8e3], "ours compiled": [7.8e3], decode_report.LMDEPLOY: [7.1e3]}
+    [line] = decode_report.many(settings, both, {})
+    assert "(ours compiled)" in line and line.endswith("0.910 (bar 0.9): met")
 
 
 @pytest.mark.parametrize(("short", "delay", "error"), [(0, 0.0, None), (1, 0.0, RuntimeError), (0, 0.2, TimeoutError)])
@@ -419,9 +422,9 @@ def test_texts_of_lmdeploy_are_counted(
 
     config = type("Config", (SimpleNamespace,), {})
     package = SimpleNamespace(GenerationConfig=config, PytorchEngineConfig=config)
-    monkeypatch.setitem(sys.modules, "lmdeploy", package)  # type: ignore[misc]
-    monkeypatch.setitem(sys.modules, "lmdeploy.pytorch", SimpleNamespace())  # type: ignore[misc]
-    monkeypatch.setitem(sys.modules, "lmdeploy.pytorch.engine", SimpleNamespace(Engine=Engine))  # type: ignore[misc]
+    monkeypatch.setitem(sys.modules, "lmdeploy", package)
+    monkeypatch.setitem(sys.modules, "lmdeploy.pytorch", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "lmdeploy.pytorch.engine", SimpleNamespace(Engine=Engine))
     from transformers import LlamaConfig, LlamaForCausalLM
 
     sizes = dict(vocab_size=8, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8)
@@ -437,10 +440,10 @@ def test_an_engine_that_ends_the_process_is_told(monkeypatch: pytest.MonkeyPatch
         raise SystemExit(1)
 
     package = SimpleNamespace(GenerationConfig=SimpleNamespace, PytorchEngineConfig=SimpleNamespace)
-    monkeypatch.setitem(sys.modules, "lmdeploy", package)  # type: ignore[misc]
-    monkeypatch.setitem(sys.modules, "lmdeploy.pytorch", SimpleNamespace())  # type: ignore[misc]
+    monkeypatch.setitem(sys.modules, "lmdeploy", package)
+    monkeypatch.setitem(sys.modules, "lmdeploy.pytorch", SimpleNamespace())
     engine = SimpleNamespace(Engine=SimpleNamespace(from_pretrained=ends))
-    monkeypatch.setitem(sys.modules, "lmdeploy.pytorch.engine", engine)  # type: ignore[misc]
+    monkeypatch.setitem(sys.modules, "lmdeploy.pytorch.engine", engine)
     model = SimpleNamespace(dtype=torch.bfloat16, save_pretrained=lambda folder: None)
     with pytest.raises(RuntimeError, match="its log above says why"):
         LMDeployEngine(model, [[1]], new=1)

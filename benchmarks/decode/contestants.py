@@ -13,7 +13,7 @@ from torch import Tensor
 from benchmarks.common import Contestant
 from benchmarks.decode.exact_forward import in_float32, logprobs_of
 from benchmarks.decode.models import made_here, own_model, their_model
-from benchmarks.decode.report import CONTINUOUS, FORMS, GPT_FAST, LMDEPLOY, OURS, PEER
+from benchmarks.decode.report import COMPILED, CONTINUOUS, FORMS, GPT_FAST, LMDEPLOY, OURS, PEER
 from benchmarks.planned_memory import PlannedMemory
 
 ON_THEIRS = "ours on transformers' Llama"
@@ -35,7 +35,7 @@ def makers(options: argparse.Namespace) -> dict[str, Callable[[], Contestant]]:
 
     found: dict[str, Callable[[], Contestant]] = {
         OURS: lambda: ours(OURS, model("own"), options),
-        f"{OURS} compiled": lambda: ours(f"{OURS} compiled", model("own"), options, compile=options.backend),
+        COMPILED: lambda: ours(COMPILED, model("own"), options, compile=options.backend),
         **{f"{OURS} {form} compiled": partial(packed, form, options) for form in FORMS},
         f"{OURS} plain": lambda: ours(f"{OURS} plain", model("own"), options, plain=True),
         **{f"{OURS} {form}": partial(packed, form, options, compiled=False) for form in FORMS},
@@ -51,7 +51,7 @@ def makers(options: argparse.Namespace) -> dict[str, Callable[[], Contestant]]:
     }
     if options.ranks == 1:
         return found
-    split = (OURS, f"{OURS} compiled", *(f"{OURS} {form}" for form in FORMS))
+    split = (OURS, COMPILED, *(f"{OURS} {form}" for form in FORMS))
     return {name: make for name, make in found.items() if name in split}
 
 

@@ -2,8 +2,8 @@
 
 `meshfold bench decode` generates a text of --new tokens for each of --batch sequences, greedily, and divides its time by --new.
 With --ranks 2 our model is split over two GPUs by tensor parallelism. --batch 256 --prompt 512 is many requests at once, beside
-transformers' continuous batching and LMDeploy's PyTorch engine. The prompts alone are timed too, with one token after each: *prefill*. The other tokens take the
-rest: *ms a token after it*.
+transformers' continuous batching and LMDeploy's PyTorch engine. The prompts alone are timed too, with one token after each:
+*prefill*. The other tokens take the rest: *ms a token after it*.
 
 It writes JSON as it goes, and prints the seconds of each phase. With --rounds 1 each contestant is made, measured and written
 before the next. `--report FILE.json` makes the table. Column *error*: log-probs of the tokens generated in the first text,

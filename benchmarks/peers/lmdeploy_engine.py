@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import tempfile
 import time
 from collections.abc import Sequence
@@ -33,12 +34,11 @@ class LMDeployEngine:
             RuntimeError: if LMDeploy finds that it cannot run here; its log says why.
         """
         try:
-            from lmdeploy import GenerationConfig, PytorchEngineConfig
-            from lmdeploy.pytorch.engine import Engine
+            package, engine = (importlib.import_module(name) for name in ("lmdeploy", "lmdeploy.pytorch.engine"))
         except ImportError as error:
             raise AbsentError(f"lmdeploy cannot be imported ({error}): pip install lmdeploy=={VERSION}") from error
-        self._prompts, self._sampling = list(prompts), GenerationConfig
-        config = PytorchEngineConfig(
+        self._prompts, self._sampling = list(prompts), package.GenerationConfig
+        config = package.PytorchEngineConfig(
             dtype=str(model.dtype).removeprefix("torch."),
             session_len=max(map(len, prompts)) + new + 1,
             max_batch_size=len(prompts),
@@ -48,7 +48,7 @@ class LMDeployEngine:
             model.save_pretrained(folder)
             some_tokenizer().save_pretrained(folder)
             try:
-                self._engine = Engine.from_pretrained(folder, engine_config=config)
+                self._engine = engine.Engine.from_pretrained(folder, engine_config=config)
             except SystemExit as error:  # its way to end a check
                 raise RuntimeError("LMDeploy's check of this machine failed; its log above says why") from error
 

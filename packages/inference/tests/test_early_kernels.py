@@ -79,10 +79,10 @@ def generated(
     request.pages = [0, 1, 2]
     seen = torch.zeros(1, WORDS, dtype=torch.bool)
     batch.load([Span(request, 2, 1)], [1], 5, seen)
-    found = [batch.run(5, logits, None, agree)]
+    found = [batch.run(5, logits, None, agree)()]
     request.tokens += [row[1] for row in found[0][0]]
     batch.load([Span(request, 7, 1)], [1], 3, seen)
-    return [*found, batch.run(3, None)], graphs
+    return [*found, batch.run(3, None)()], graphs
 
 
 def right(batch: Any) -> None:

@@ -12,6 +12,7 @@ from torch import nn
 from torch._dynamo.testing import CompileCounter
 
 from meshfold.inference import Generator, Request, Sampling
+from meshfold.inference import generator as generator_module
 from meshfold.mesh import SpecError
 from meshfold.models import attention_layers
 
@@ -86,6 +87,53 @@ def test_requests_in_random_order_are_those_one_by_one(ahead: int) -> None:
         assert found[i].logprobs == pytest.approx(request.logprobs, abs=2e-5)
     assert {r.finish for r in alone} == {"stop", "length"}
     assert generator.scheduler.used_pages == 0
+
+
+@pytest.mark.parametrize("stops", [(), (7, 8)])
+def test_tokens_behind_others_that_are_not_read_yet_are_the_same(
+    stops: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sequences end by length or by a stop token, one is cancelled and two come later, while a group is being computed."""
+    monkeypatch.setattr(generator_module, "_MANY", 1)
+    model, given = own("llama").eval(), prompts(9)
+    lengths = [3, 30, 17, 24, 9, 12, 20, 14, 6]
+    found, launched = [], []
+    for overlaps in (False, True):
+        generator = Generator(model, page_size=4, most_rows=9, chunk=64, ahead=3)
+        generator._overlaps = overlaps
+        wishes = [Sampling(max_new_tokens=n, seed=n, stop_tokens=stops) for n in lengths]
+        requests = [generator.submit(*each) for each in zip(given[:7], wishes, strict=False)]
+        pieces: dict[int, list[int]] = {}
+        for turn in range(60):
+            if turn == 3:
+                requests += [generator.submit(*each) for each in zip(given[7:], wishes[7:], strict=True)]
+            if turn == 5:
+                generator.cancel(requests[3])
+            for piece in generator.step():
+                pieces.setdefault(piece.request.number, []).extend(piece.tokens)
+            launched.append(generator._group is not None)
+            assert generator._group is None or overlaps
+        assert not generator.busy and generator.scheduler.used_pages == 0 and generator._group is None
+        assert all(pieces[request.number] == request.tokens for request in requests)
+        assert [number for number, r in enumerate(requests) if r.finish == "cancelled"] == [3]
+        found.append([r for r in requests if r.finish != "cancelled"])  # that one's length depends on the turn
+    assert sum(launched) > (1 if stops else 3)
+    for one, other in zip(*found, strict=True):
+        assert (one.tokens, one.finish) == (other.tokens, other.finish)
+        assert one.logprobs == pytest.approx(other.logprobs, abs=2e-5)
+    assert {request.finish for request in found[0]} == ({"length", "stop"} if stops else {"length"})
+
+
+def test_a_single_text_with_a_stop_token_computes_no_group_that_it_may_drop() -> None:
+    generator = Generator(own("llama").eval(), ahead=2)
+    generator._overlaps = True
+    for stops, overlaps in (((7,), False), ((), True)):
+        generator.submit([5, 6], Sampling(temperature=0.0, max_new_tokens=9, stop_tokens=stops))
+        begun = []
+        while generator.busy:
+            generator.step()
+            begun.append(generator._group is not None)
+        assert any(begun) == overlaps
 
 
 def test_a_request_does_not_change_with_its_neighbours() -> None:

@@ -12,7 +12,7 @@ import torch
 from patched_language import patched_once
 
 from meshfold.kernels import CACHE_FORMS, KeyValuePages, attend_singles
-from meshfold.kernels.paged_attention_triton import attend_new
+from meshfold.kernels.paged_attention_triton import attend_new, keep_rows
 from meshfold.kernels.rotary import turned
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -69,7 +69,26 @@ def compare(
     assert error < tolerance, (dtype, heads, kv_heads, d, size, window, splits, error)
 
 
+def keep(dtype: torch.dtype, tokens: int, kv_heads: int, d: int, size: int) -> None:
+    """Keys and values are parts of one tensor, as a layer makes them."""
+    random = torch.Generator().manual_seed(tokens)
+    kept = torch.randn(2, 9, kv_heads, size, d, generator=random).to(DEVICE, dtype)
+    _, k, v = torch.randn(tokens, 3 * kv_heads, d, generator=random).to(DEVICE, dtype).split(kv_heads, 1)
+    places = torch.randperm(9 * size, generator=random)[:tokens].to(DEVICE)
+    page, offset, wanted = places // size, places % size, kept.clone()
+    for i, x in enumerate((k, v)):
+        wanted[i][page, :, offset] = x
+    keep_rows(k, v, kept, page, offset)
+    assert torch.equal(kept, wanted), (dtype, tokens, kv_heads, d, size)
+
+
 def main() -> None:
+    for dtype, shape in (
+        (torch.float32, (21, 2, 24, 4)),
+        (torch.float16, (16, 3, 64, 2)),
+        (torch.float32, (1, 1, 16, 1)),
+    ):
+        keep(dtype, *shape)
     cases = [((4, 2, 24, 16), None, 1), ((6, 1, 80, 4), None, 4), ((3, 3, 16, 64), 5, 2), ((4, 2, 16, 16), 100, 4)]
     for shape, window, splits in cases:
         compare(torch.float32, *shape, window, splits)

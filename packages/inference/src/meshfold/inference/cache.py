@@ -14,12 +14,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 
-from meshfold.kernels import KeyValuePages, PagedLayer, PagedRows, apply_rotary, attend_and_keep, attend_chunk
+from meshfold.kernels import (
+    KeyValuePages,
+    PagedLayer,
+    PagedRows,
+    apply_rotary,
+    attend_and_keep,
+    attend_chunk,
+    pages_in_triton,
+)
 
 _MOST_SPLIT = 512
 """Sequences times heads of keys, each read by several programs, that a kernel counts; more are read by one program each."""
@@ -44,7 +51,6 @@ class Pool:
     """Keys and values of all layers of a rank.
 
     Attributes:
-        triton: single tokens attend by the Triton kernel on a GPU.
         arrived: int32 zeros, in which that kernel counts.
     """
 
@@ -63,7 +69,6 @@ class Pool:
         form: of the keys and values, one of :data:`meshfold.kernels.CACHE_FORMS`; None: the model's dtype.
         """
         self.pages, self.size, self.device = pages, size, device
-        self.triton = find_spec("triton") is not None
         self.arrived = torch.zeros(_MOST_SPLIT, dtype=torch.int32, device=device)
         self.layers = [
             KeyValuePages.zeros((pages + 1, layer.kv_heads, size, layer.d), layer.dtype, form, device)
@@ -127,7 +132,7 @@ class Pool:
             given = (rows.page[first], rows.offset[first], rows.positions[first], rows.tables)
             new = (q[first], k[first], v[first], pages.kept, pages.scale)
             turns = (rotary, self.arrived)
-            out.append(attend_and_keep(*new, *given, scale, window or 0, self._fuses(q), *turns))
+            out.append(attend_and_keep(*new, *given, scale, window or 0, pages_in_triton(q), *turns))
         if singles < q.shape[0]:
             read = pages.keep(rows.page[singles:], rows.offset[singles:], k[singles:], v[singles:])
             k, v = (
@@ -141,11 +146,7 @@ class Pool:
     def _turns(self, q: Tensor, rows: PagedRows, rotary: tuple[Tensor, Tensor]) -> bool:
         """Return True if the Triton kernel turns queries and keys as it attends: of single tokens alone, all of each head."""
         alone = rows.tables.shape[0] == q.shape[0] and not rows.together
-        return alone and self._fuses(q) and rotary[0].shape[-1] == q.shape[-1]
-
-    def _fuses(self, x: Tensor) -> bool:
-        """Return True if the Triton kernel takes such tensors."""
-        return self.triton and x.is_cuda and x.dtype in (torch.float32, torch.bfloat16, torch.float16)
+        return alone and pages_in_triton(q) and rotary[0].shape[-1] == q.shape[-1]
 
     @property
     def fused(self) -> bool:
@@ -155,4 +156,4 @@ class Pool:
     def layer(self, number: int) -> PagedLayer:
         """Return the attention of a layer."""
         pages = self.layers[number]
-        return PagedLayer(pages, self._fuses(pages.kept.new_empty(0, dtype=pages.dtype)))
+        return PagedLayer(pages, pages_in_triton(pages.kept.new_empty(0, dtype=pages.dtype)))

@@ -19,10 +19,13 @@ from torch import Tensor
 from meshfold.inference.requests import Request, Span
 from meshfold.inference.sampling import Sampling, sample, sampling_rows
 from meshfold.kernels import PagedRows, TokenGraphs, TokenState
+from meshfold.mesh.processes import start_copying
 from meshfold.tensor_parallel.few_rows import SplitWords
 
 Logits = Callable[[Tensor, Tensor, PagedRows], Tensor]
 """ids and positions ``b``, and what attention needs of this rank's rows -> logits ``b v``"""
+Read = Callable[[], tuple[list[list[int]], list[list[float]]]]
+"""Waits for tokens and log-probs, ``steps b``, and returns them."""
 _IDLE = Sampling(temperature=0.0)
 
 
@@ -70,6 +73,8 @@ class DecodeBatch:
         self._settings = sampling_rows([_IDLE] * rows, device)
         self._seen: Tensor | None = None
         self._pages = torch.full((rows, width), spare, dtype=torch.int64)  # what the tables have, on the host
+        # The device may still copy one of two when the next is filled: at most two groups of tokens are being computed.
+        self._copied = [self._pages.pin_memory() for _ in range(2)] if device.type == "cuda" else [self._pages]
         # Of each row with a sequence: its pages, and how many are there.
         self._listed: dict[int, tuple[list[int], int]] = {}
         self._next: list[tuple[Request, int]] = []  # the sequence of each row, and its next position
@@ -90,7 +95,8 @@ class DecodeBatch:
         # spare page.
         used = min(max(-(-(span.start + steps) // self._size) for span in spans) + 1, self._width)
         if self._list(spans, places):
-            self._tables.copy_(self._pages)
+            self._copied.reverse()
+            self._tables.copy_(self._copied[0].copy_(self._pages), non_blocking=True)
         self._used = self._width if self._whole else used
         goes_on = self._next == [(span.request, span.start) for span in spans]
         self._next = [(span.request, span.start + steps) for span in spans]
@@ -113,20 +119,21 @@ class DecodeBatch:
                 self._pages[row] = self._spare
                 known = 0
             count = min(len(mine), self._width)
-            if known < count:
-                rows += [row] * (count - known)
-                columns += range(known, count)
-                pages += mine[known:count]
+            if known == count and mine is before:
+                continue
+            rows += [row] * (count - known)
+            columns += range(known, count)
+            pages += mine[known:count]
             self._listed[row] = (mine, count)
         if rows:
-            self._pages[rows, columns] = torch.tensor(pages)
+            self._pages.numpy()[rows, columns] = pages
         return bool(rows or gone)
 
     def _fill(self, spans: Sequence[Span], places: Sequence[int], seen: Tensor | None) -> None:
         """Fill the buffers that steps carry on, and the settings."""
         numbers, rows = torch.zeros(3, self._rows, dtype=torch.int64), [_IDLE] * self._rows
+        numbers[:, places] = torch.tensor([(s.request.slice(s.start, s.stop)[0], s.start, 1) for s in spans]).T
         for span, row in zip(spans, places, strict=True):
-            numbers[:, row] = torch.tensor([span.request.slice(span.start, span.stop)[0], span.start, 1])
             rows[row] = span.request.sampling
         for buffer, values in zip(self._state[:3], numbers, strict=True):
             buffer.copy_(values)
@@ -158,8 +165,8 @@ class DecodeBatch:
         logits: Logits | None,
         words: SplitWords | None = None,
         agree: Callable[[bool], bool] | None = None,
-    ) -> tuple[list[list[int]], list[list[float]]]:
-        """Compute tokens behind one another.
+    ) -> Read:
+        """Compute tokens behind one another. A GPU may not have ended when this returns; the next can be computed by then.
 
         Args:
             steps: how many.
@@ -169,7 +176,7 @@ class DecodeBatch:
                 weights ahead, are tried too, and taken if they are faster and choose the same. None: it is not tried.
 
         Returns:
-            Tokens and log-probs, ``steps b``.
+            What waits for them.
         """
         for _ in range(steps):
             graph = self._graphs.get(self._settings.parts)
@@ -181,7 +188,8 @@ class DecodeBatch:
                 advance()
                 if self._captures:
                     self._capture(advance, before, agree)
-        return self._state.tokens[:steps].tolist(), self._state.logprobs[:steps].tolist()
+        copied = start_copying(self._state.tokens[:steps], self._state.logprobs[:steps])  # before those that follow
+        return lambda: tuple(part.tolist() for part in copied())  # type: ignore[return-value]
 
     def _advance(self, logits: Logits, words: SplitWords | None) -> None:
         """Compute one token of every row."""

@@ -6,7 +6,7 @@ All ranks that run the model make the same calls and get the same tokens, since 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
 from typing import Any
@@ -173,8 +173,11 @@ class PagedForward:
         logits = logits.reshape(-1, logits.shape[-1])
         return logits if chosen is None or logits.shape[0] != ids.shape[0] else logits[chosen]
 
-    def run_ahead(self, step: Step, steps: int) -> list[Sampled]:
-        """Run a step of sequences with one token each, and those that follow it, for all of them; return what each samples."""
+    def run_ahead(self, step: Step, steps: int) -> Callable[[], list[Sampled]]:
+        """Run a step of sequences with one token each, and those that follow it, for all of them.
+
+        A GPU has not ended when this returns; calling the result waits, and returns what each step samples.
+        """
         spans = step.decode
         each = self._parts.each(bucket(self._parts.longest(spans, tokens=False)))
         batch = self._batches.get(each)
@@ -192,20 +195,17 @@ class PagedForward:
                 finds_places=self.pool.fused,
             )
             self._batches[each] = batch
-        found: list[Sampled] = []
         places = self._parts.places(spans, each)
         batch.load(spans, places, steps, seen_words(spans, self._words, self.device))
         if batch.captured:
-            rolled = batch.run(steps, None)
+            read = batch.run(steps, None)
         else:
             count = each * self._parts.parts
             words = self.words if batch.plain else None
             agree = agreement(self.row_kernels, self.sums, count, self.device)
             with self.entered(compiled=True, single=count == 1, rows=count, words=words):
-                rolled = batch.run(steps, self.logits, words, agree)
-        for tokens, logprobs in zip(*rolled, strict=True):
-            found.append(([tokens[row] for row in places], [logprobs[row] for row in places]))
-        return found
+                read = batch.run(steps, self.logits, words, agree)
+        return lambda: [([t[row] for row in places], [p[row] for row in places]) for t, p in zip(*read(), strict=True)]
 
     def run(self, step: Step) -> Sampled:
         """Run a step."""

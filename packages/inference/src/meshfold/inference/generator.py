@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any, NamedTuple
 
 import torch
@@ -13,8 +14,8 @@ from meshfold.inference.forward import SUMS, PagedForward
 from meshfold.inference.host_pages import HostPages
 from meshfold.inference.memory import Memory
 from meshfold.inference.pages import Pages
-from meshfold.inference.requests import Request, ids_of
-from meshfold.inference.runner import Runner, WholeForward
+from meshfold.inference.requests import Request, Step, ids_of
+from meshfold.inference.runner import Runner, Sampled, WholeForward
 from meshfold.inference.sampling import Sampling, request_seed
 from meshfold.inference.schedule import Part, Scheduler
 from meshfold.kernels import CACHE_FORMS
@@ -23,6 +24,8 @@ from meshfold.mesh.model_io import storage_bytes
 from meshfold.mesh.spec import argument_checks as settings
 from meshfold.tensor_parallel.convert import attention_part
 
+_MANY = 8
+"""Sequences of which few end by a stop token in the next tokens: a group of tokens may be dropped of one, not of all."""
 MOST_TOKENS = 4096
 """tokens of a sequence for which there is room by default"""
 
@@ -54,6 +57,15 @@ class Piece:
     request: Request
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Tokens of running sequences that are being computed: ``steps`` of each from ``step`` on; ``read`` waits for them."""
+
+    step: Step
+    steps: int
+    read: Callable[[], list[Sampled]]
 
 
 class Generator:
@@ -138,6 +150,8 @@ class Generator:
         chunk = max(settings.count("chunk", chunk), most_rows)
         self._decode = decode
         self._ahead = settings.count("ahead", ahead) if ahead is not None else 8 if device.type == "cuda" else 1
+        self._overlaps = device.type == "cuda"
+        self._group: _Group | None = None
         self.version, self._requests = 0, 0
         part, parts = attention_part(self._module)
         each = -(-pages // parts)
@@ -208,13 +222,14 @@ class Generator:
         Raises:
             SpecError: for a prompt that is too long, for the model or for the pool, or with a token that the model does not know.
         """
-        sampling = Sampling() if sampling is None else sampling
-        ids = ids_of(prompt)
-        strange = [word for word in ids if self._vocabulary and not 0 <= word < self._vocabulary]
-        if strange:
+        return self._submit(ids_of(prompt), Sampling() if sampling is None else sampling)
+
+    def _submit(self, ids: tuple[int, ...], sampling: Sampling) -> Request:
+        if self._vocabulary and max(ids) >= self._vocabulary:
+            strange = next(word for word in ids if word >= self._vocabulary)
             words = f"the vocabulary of {self._vocabulary} words"
             raise SpecError(
-                f"token id {strange[0]} is not in {words}: write one of those. Is the tokenizer the model's own?"
+                f"token id {strange} is not in {words}: write one of those. Is the tokenizer the model's own?"
             )
         if self.longest is not None and len(ids) + sampling.max_new_tokens - 1 > self.longest:
             room = f"max_new_tokens={self.longest + 1 - len(ids)} or " if len(ids) <= self.longest else ""
@@ -234,6 +249,7 @@ class Generator:
         try:
             return self._step()
         except BaseException:
+            self._group = None
             self.scheduler.clear()  # half a step has been done
             raise
 
@@ -267,7 +283,7 @@ class Generator:
             for i, prompt in enumerate(prompts):
                 ids = ids_of(prompt)
                 for j in range(n):
-                    requests.append(self.submit(ids, _reseeded(sampling, i * n + j)))
+                    requests.append(self._submit(ids, _reseeded(sampling, i * n + j)))
         except SpecError:
             for request in requests:
                 self.cancel(request)
@@ -297,13 +313,40 @@ class Generator:
 
     @collector_paused()
     def _step(self) -> list[Piece]:
-        step = self.scheduler.plan()
-        if not step.spans:
-            return []
-        if isinstance(self.runner, PagedForward) and not step.prefill:
-            sampled = self.runner.run_ahead(step, self.scheduler.ahead(step, self._ahead))
-        else:
-            sampled = [self.runner.run(step)]
+        group, self._group = self._group, None
+        if group is None:
+            step = self.scheduler.plan()
+            if not step.spans:
+                return []
+            if step.prefill or not isinstance(self.runner, PagedForward):
+                return self._pieces(step, [self.runner.run(step)])
+            group = self._launch(step, self.scheduler.ahead(step, self._ahead))
+        if self._overlaps and self._may_overlap(
+            group.step
+        ):  # what follows, before the host reads: the device has work meanwhile
+            following = self.scheduler.follow(group.step, group.steps, self._ahead)
+            self._group = following and self._launch(*following)
+        sampled, step = group.read(), group.step
+        going = [not span.request.finish for span in step.decode]
+        if not all(going):  # some ended before this was known
+            step = Step(tuple(compress(step.decode, going)), ())
+            sampled = [(list(compress(tokens, going)), list(compress(probs, going))) for tokens, probs in sampled]
+        return self._pieces(step, sampled)
+
+    def _launch(self, step: Step, steps: int) -> _Group:
+        assert isinstance(self.runner, PagedForward)
+        return _Group(step, steps, self.runner.run_ahead(step, steps))
+
+    def _may_overlap(self, step: Step) -> bool:
+        """Return True if tokens may be computed behind a step whose own are not known: few would be dropped, and none is needed."""
+        few = len(step.decode) < _MANY
+        return not any(
+            (few and s.stop_tokens) or (self._decode and s.stop) or s.repetition_penalty != 1.0
+            for s in (span.request.sampling for span in step.decode)
+        )
+
+    def _pieces(self, step: Step, sampled: list[Sampled]) -> list[Piece]:
+        """Record what a step, and those that follow it, have sampled; return the new tokens."""
         samplers = [span.request for span in step.spans if span.samples]
         if not step.prefill and not (self._decode and any(request.sampling.stop for request in samplers)):
             counts = self.scheduler.commit_ahead(step, *map(list, zip(*sampled, strict=True)))
@@ -328,6 +371,9 @@ class Generator:
     def _rest(self) -> None:
         """Forget what pages hold once nothing runs: the weights may change before the next request."""
         if not self.busy:
+            if self._group is not None:
+                self._group.read()  # it still writes to pages
+                self._group = None
             self.scheduler.forget()
 
     def _texts(self, requests: Iterable[Request]) -> None:

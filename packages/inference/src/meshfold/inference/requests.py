@@ -101,7 +101,8 @@ def ids_of(prompt: Iterable[int]) -> tuple[int, ...]:
             f"a prompt {prompt!r}: give lists of token ids, [[1, 2, 3], ...], such as tokenizer.encode makes of a text"
         )
     ids = tuple(prompt.tolist() if hasattr(prompt, "tolist") else prompt)
-    if not ids or not all(isinstance(token, int) and not isinstance(token, bool) and token >= 0 for token in ids):
+    kinds = set(map(type, ids))  # of a prompt there are few, and of tokens many
+    if not ids or not all(issubclass(kind, int) and kind is not bool for kind in kinds) or min(ids) < 0:
         raise SpecError(f"a prompt {list(ids[:8])!r}: give at least one token id, whole numbers from 0 up")
     return ids
 

@@ -152,21 +152,35 @@ class Scheduler:
         """
         if step.prefill or (self.waiting and self._open_parts(self.waiting[0])):
             return 1
-        longest = max(span.request.sampling.max_new_tokens - len(span.request.tokens) for span in step.decode)
-        steps = min(most, longest)
-        while steps > 1 and not self._fits(step, steps):
+        steps = min(most, max(_left(span) for span in step.decode))
+        while steps > 1:
+            wanted = [(span.request, self._wanted(span, steps)) for span in step.decode]
+            if self._fits(wanted):
+                for request, count in wanted:
+                    if count:
+                        request.pages += self._pages(request).take(count)
+                break
             steps -= 1
-        if steps > 1:
-            for span in step.decode:
-                span.request.pages += self._pages(span.request).take(self._wanted(span, steps))
         return steps
 
-    def _fits(self, step: Step, steps: int) -> bool:
-        """Return True if each part has the pages for so many tokens of its sequences."""
-        wanted = [0] * len(self.parts)
-        for span in step.decode:
-            wanted[span.request.part] += self._wanted(span, steps)
-        return all(count <= part.pages.available for count, part in zip(wanted, self.parts, strict=True))
+    def follow(self, step: Step, steps: int, most: int) -> tuple[Step, int] | None:
+        """Return what comes behind the ``steps`` of :meth:`ahead` before it is known what they compute, and its number of steps.
+
+        Pages for its tokens are taken. None if nothing is left to compute, or a plan would do something else. What it computes of
+        sequences that end before is dropped.
+        """
+        if any(span.request.finish for span in step.decode) or all(_left(span) <= steps for span in step.decode):
+            return None
+        following = Step(tuple(Span(span.request, span.start + steps, 1) for span in step.decode), ())
+        count = self.ahead(following, most)
+        return (following, count) if count > 1 else None  # of a single one it does not know whether there is a page
+
+    def _fits(self, wanted: Sequence[tuple[Request, int]]) -> bool:
+        """Return True if each part has so many more pages for its sequences."""
+        counts = [0] * len(self.parts)
+        for request, count in wanted:
+            counts[request.part] += count
+        return all(count <= part.pages.available for count, part in zip(counts, self.parts, strict=True))
 
     def commit(self, step: Step, tokens: Sequence[int], logprobs: Sequence[float]) -> list[Request]:
         """Record what a step has computed.
@@ -252,9 +266,11 @@ class Scheduler:
 
     def _wanted(self, span: Span, steps: int) -> int:
         """Return how many more pages a sequence needs for so many tokens; it never has more than its request allows."""
-        most = len(span.request.prompt) + span.request.sampling.max_new_tokens - 1
-        needed = self._pages(span.request).needed(min(span.start + steps, most))
-        return max(needed - len(span.request.pages), 0)
+        request, stop = span.request, span.start + steps
+        if stop <= len(request.pages) * self._size:
+            return 0
+        most = len(request.prompt) + request.sampling.max_new_tokens - 1
+        return max(self._pages(request).needed(min(stop, most)) - len(request.pages), 0)
 
     def _admit(self, request: Request, part: int) -> bool:
         """Take pages of a part for all tokens of a request; False if there are not enough."""
@@ -276,6 +292,8 @@ class Scheduler:
 
     def _grow(self, request: Request, tokens: int) -> bool:
         """Take pages for so many tokens, from those that came later if there is no other way; False if it had to go itself."""
+        if tokens <= len(request.pages) * self._size:
+            return True
         pages = self._pages(request)
         more = pages.needed(tokens) - len(request.pages)
         while more > pages.available:
@@ -308,10 +326,16 @@ class Scheduler:
         request.saved, request.kept = (), 0
 
     def _name(self, request: Request, computed: int) -> None:
-        if not self.share:
-            return
         size = self._size
+        if not self.share or computed < (request.named + 1) * size:
+            return
         for page in range(request.named, min(computed, request.length) // size):
             tokens = request.slice(page * size, (page + 1) * size)
             request.chain = self._pages(request).remember(request.chain, tokens, request.pages[page])
             request.named = page + 1
+
+
+def _left(span: Span) -> int:
+    """Return how many tokens a sequence may still get from a span on."""
+    request = span.request
+    return len(request.prompt) + request.sampling.max_new_tokens - span.stop

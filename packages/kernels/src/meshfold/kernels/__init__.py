@@ -111,6 +111,7 @@ from meshfold.kernels.paged_attention import (
     attend_singles,
     masked_attention,
     of_codes,
+    pages_in_triton,
     to_codes,
 )
 from meshfold.kernels.paged_rows import PagedChunk, PagedLayer, PagedRows, attend_chunk
@@ -277,6 +278,7 @@ __all__ = [
     "packet_product",
     "packet_rows",
     "packet_sum",
+    "pages_in_triton",
     "pair_attention",
     "pair_attention_backward",
     "pair_attention_forward",

@@ -8,6 +8,7 @@ so do its values. Attention reads the decoded values, also of the newest token.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -50,6 +51,11 @@ class KeyValuePages:
 
     def keep(self, page: Tensor, offset: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Write keys and values ``t kv_heads d`` of tokens to their places; return them as they will be read."""
+        if self.scale is None and pages_in_triton(k):
+            from meshfold.kernels.paged_attention_triton import keep_rows  # which needs Triton
+
+            keep_rows(k, v, self.kept, page, offset)
+            return k, v
         found = []
         for i, x in enumerate((k, v)):
             if self.scale is None:
@@ -70,6 +76,11 @@ class KeyValuePages:
         raw = self.kept.view(torch.uint8)
         k, v = (of_codes(raw[i][pages].view(self.kept.dtype), self.scale[i][pages], self.dtype) for i in (0, 1))
         return k, v
+
+
+def pages_in_triton(x: Tensor) -> bool:
+    """Return True if the Triton kernels take keys and values such as these."""
+    return x.is_cuda and x.dtype in (torch.float32, torch.bfloat16, torch.float16) and find_spec("triton") is not None
 
 
 def to_codes(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

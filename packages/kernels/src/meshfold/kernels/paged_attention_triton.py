@@ -218,6 +218,50 @@ def _combine(parts, most, total, out, d, D: tl.constexpr, SPLITS: tl.constexpr, 
     tl.store(out + at * d + feature, y.to(out.dtype.element_ty), mask=inside)
 
 
+@triton.jit
+def _keep(
+    k,
+    v,
+    keys,
+    values,
+    pages,
+    offsets,
+    tokens,
+    k_row,
+    k_head,
+    v_row,
+    v_head,
+    page_stride,
+    head_stride,
+    d,
+    D: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    row, head = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.program_id(1).to(tl.int64)
+    inside, feature = row < tokens, tl.arange(0, D)[None, :]
+    both = inside[:, None] & (feature < d)
+    page = tl.load(pages + row, mask=inside, other=0)
+    offset = tl.load(offsets + row, mask=inside, other=0)
+    there = (page * page_stride + head * head_stride + offset * d)[:, None] + feature
+    tl.store(keys + there, tl.load(k + (row * k_row + head * k_head)[:, None] + feature, mask=both), mask=both)
+    tl.store(values + there, tl.load(v + (row * v_row + head * v_head)[:, None] + feature, mask=both), mask=both)
+
+
+def keep_rows(k: Tensor, v: Tensor, kept: Tensor, page: Tensor, offset: Tensor) -> None:
+    """Write keys and values of tokens to their places.
+
+    Args:
+        k, v: ``t kv_heads d``, of the pool's dtype.
+        kept: ``2 pages kv_heads size d``, contiguous.
+        page, offset: int64 ``t``, contiguous: the place of each token.
+    """
+    (tokens, kv_heads, d), rows = k.shape, 16
+    k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))
+    strides = (k.stride(0), k.stride(1), v.stride(0), v.stride(1), kept.stride(1), kept.stride(2))
+    given = (k, v, kept[0], kept[1], page, offset, tokens, *strides, d)
+    launch(_keep, (cdiv(tokens, rows), kv_heads), k, *given, D=triton.next_power_of_2(d), ROWS=rows, num_warps=4)
+
+
 def attend_new(
     q: Tensor,
     k: Tensor,

@@ -15,7 +15,7 @@ from meshfold.mesh.processes.groups import (
     own_store,
     running_world,
 )
-from meshfold.mesh.processes.host_numbers import start_largest, start_reading
+from meshfold.mesh.processes.host_numbers import start_copying, start_largest, start_reading
 from meshfold.mesh.processes.launcher import launch, launch_node
 from meshfold.mesh.processes.process_group import DEFAULT_TIMEOUT, Process, start, start_fake
 from meshfold.mesh.processes.sub_world import only_ranks
@@ -40,6 +40,7 @@ __all__ = [
     "run_program",
     "running_world",
     "start",
+    "start_copying",
     "start_fake",
     "start_largest",
     "start_reading",

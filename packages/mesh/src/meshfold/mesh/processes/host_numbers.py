@@ -66,3 +66,21 @@ def start_reading(number: Tensor) -> Callable[[], int | None]:
     there = torch.cuda.Event()
     there.record()
     return lambda: int(host) if there.query() else None
+
+
+def start_copying(*tensors: Tensor) -> Callable[[], list[Tensor]]:
+    """Start copying tensors of one device to the host; calling the result waits for these copies alone, and returns them.
+
+    What the device computes behind them may change the tensors.
+    """
+    found = [tensor.to("cpu", copy=True, non_blocking=True) for tensor in tensors]  # from a GPU into pinned memory
+    if not tensors[0].is_cuda:
+        return lambda: found
+    there = torch.cuda.Event()
+    there.record()
+
+    def finish() -> list[Tensor]:
+        there.synchronize()
+        return found
+
+    return finish
