@@ -117,7 +117,7 @@ def test_the_first_by_plan_is_judged_beside_the_fastest_measured() -> None:
 def test_a_result_has_the_machine_that_was_planned_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """So that plans can be made again where it is not."""
     out = tmp_path / "foresight.json"
-    monkeypatch.setattr("benchmarks.foresight.run.measure", lambda chosen, result, args, folder: write(out, result))
+    monkeypatch.setattr("benchmarks.foresight.run.measure", lambda *given: write(out, given[3]))
     words = ["--only", "cpu-gpt", "--machine", "laptop", "--device", "cpu", "--out", str(out)]
     assert main(words) == 1  # nothing was measured
     found = json.loads(out.read_text())
@@ -125,25 +125,40 @@ def test_a_result_has_the_machine_that_was_planned_for(tmp_path: Path, monkeypat
     assert found["configurations"]["cpu-gpt"]["planned"]["seconds"] > 0
 
 
-def test_each_number_of_ranks_is_calibrated_right_before_it_is_measured(
+def test_each_number_of_ranks_is_calibrated_beside_every_round_and_the_fastest_counts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A shared host is faster at one time than at another."""
-    happened: list[tuple[str, list[int]]] = []
+    """A shared host is faster at one time than at another; runs stay when plans are made again."""
+    happened: list[tuple[str, list[str]]] = []
+    laptop = find_machine("laptop")
 
     def machine(args: Namespace, ranks: int, folder: Path) -> Machine:
-        happened.append(("calibrated", [ranks]))
-        return find_machine("laptop")
+        happened.append(("calibrated", [str(ranks)]))
+        quick = {key: rate * (2 if len(happened) == 3 else 1) for key, rate in laptop.flops.items()}
+        return replace(laptop, flops=quick)
 
-    def measure(chosen: dict[str, Any], result: dict[str, Any], args: Namespace, folder: Path) -> None:
-        happened.append(("measured", [one.ranks for one, _ in chosen.values()]))
-        write(args.out, result)
+    def measure(names: list[str], turn: int, ranks: int, result: dict[str, Any], args: Namespace, folder: Path) -> None:
+        happened.append(("measured", names))
+        for name in names:
+            result["configurations"][name]["runs"].append({"seconds": [1.0 + turn], "bytes": 1})
 
     monkeypatch.setattr("benchmarks.foresight.run._machine", machine)
     monkeypatch.setattr("benchmarks.foresight.run.measure", measure)
     names = ["cpu-tensor2", "cpu-gpt", "cpu-data2"]
     assert main(["--only", *names, "--device", "cpu", "--out", str(tmp_path / "found.json")]) == 1
-    assert happened == [("calibrated", [1]), ("measured", [1]), ("calibrated", [2]), ("measured", [2, 2])]
+    one, two = ["cpu-gpt"], ["cpu-tensor2", "cpu-data2"]
+    each = [(ranks, turn) for ranks, order in (("1", one), ("2", two)) for turn in (order, order[::-1])]
+    assert happened == [
+        event
+        for i, (ranks, turn) in enumerate(each)
+        for event in (*[("calibrated", [ranks])] * (i % 2 == 0), ("measured", turn), ("calibrated", [ranks]))
+    ]
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert {ranks: made["flops"]["fp32"] / laptop.flops["fp32"] for ranks, made in found["calibrated"].items()} == {
+        "1": 2.0,  # the second of its three
+        "2": 1.0,
+    }
+    assert all([run["seconds"] for run in made["runs"]] == [[1.0], [2.0]] for made in found["configurations"].values())
     with pytest.raises(SystemExit, match="no configuration fits the ranks"):
         main(["--only", "cpu-data2", "--ranks", "1", "--device", "cpu", "--out", str(tmp_path / "found.json")])
 
@@ -214,12 +229,11 @@ def test_ranks_that_run_out_of_memory_begin_anew(tmp_path: Path, monkeypatch: py
 
     monkeypatch.setattr("benchmarks.foresight.run.start_ranks", start_ranks)
     names = ["cpu-gpt-fp64", "cpu-gpt", "cpu-llama"]
-    chosen: Any = {name: (KNOWN[name], {}) for name in names}
     found: dict[str, Any] = {"configurations": {name: {"runs": []} for name in names}}
     args = Namespace(
         rounds=1, device="cpu", window_s=0.0, begun=0.0, budget_s=1.0, timeout=1.0, out=tmp_path / "o.json"
     )
-    measure(chosen, found, args, tmp_path)
+    measure(names, 0, 1, found, args, tmp_path)
     assert started == [names, names[2:]]
     runs = {name: one["runs"][0] for name, one in found["configurations"].items()}
     assert runs["cpu-gpt"] == {"error": "full"} and {len(one["runs"]) for one in found["configurations"].values()} == {
@@ -250,9 +264,9 @@ def test_power_is_sampled_while_a_configuration_is_timed(tmp_path: Path, monkeyp
     for device, power in (("cuda", {"watts": 500.0, "mhz": 1500.0}), ("cpu", {})):
         found: dict[str, Any] = {"configurations": {"cpu-gpt": {"runs": []}}}
         given = dict(rounds=1, window_s=0.0, begun=0.0, budget_s=1.0, timeout=1.0, out=tmp_path / "o.json")
-        measure({"cpu-gpt": (KNOWN["cpu-gpt"], {})}, found, Namespace(**given, device=device), tmp_path)
+        measure(["cpu-gpt"], 0, 1, found, Namespace(**given, device=device), tmp_path)
         assert found["configurations"]["cpu-gpt"]["runs"] == [{"seconds": [1.0], "bytes": 1, **power}]
-    assert asked == [(11.0, 14.0, KNOWN["cpu-gpt"].ranks)]
+    assert asked == [(11.0, 14.0, 1)]
 
 
 def test_a_worker_notes_what_it_begins_and_stops_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,10 +2,11 @@
 
 `meshfold bench foresight` calibrates the machine (or takes `--machine FILE`), plans the configurations that its devices can
 hold, trains each for some steps, `--rounds` times by turns, and says whether the bars are met: memory within 5 %, time within 10 %
-for nine of ten and within 20 % for all. Each number of ranks is calibrated right before its configurations are trained, since the
-speed of a shared host changes within minutes. `--list` shows the configurations, `--report FILE.json` makes table and plot from a
-result. A result is added to: on one, two and four GPUs of the same kind, one after the other. `--again FILE.json` plans what was
-measured again, with `--machine` or as it was calibrated, and shows both errors; it needs no GPU.
+for nine of ten and within 20 % for all. Each number of ranks is calibrated before and after each round of its configurations,
+since the speed of a shared host changes within minutes: plans are for the fastest calibration, as the fastest start counts.
+`--list` shows the configurations, `--report FILE.json` makes table and plot from a result. A result is added to: on one, two and
+four GPUs of the same kind, one after the other. `--again FILE.json` plans what was measured again, with `--machine` or as it was
+calibrated, and shows both errors; it needs no GPU.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ from meshfold.mesh import MeshfoldError
 from meshfold.planner import Machine, find_machine
 
 WORKER = Path(__file__).with_name("worker.py")
+Plans = Mapping[str, tuple[Configuration, Mapping[str, Any]]]
+"""Configurations to measure, with the seconds and bytes that are planned for each."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -54,12 +57,17 @@ def main(argv: Sequence[str]) -> int:
         # Links differ with the number of ranks, and so does a rank's share of a host: one machine for each number.
         for ranks in sorted({one.ranks for one in fitting.values()}):
             here = _machine(args, ranks, Path(folder))
-            chosen = _planned({name: one for name, one in fitting.items() if one.ranks == ranks}, here, Path(folder))
-            result.setdefault("calibrated", {})[str(ranks)] = asdict(here)
-            for name, (one, foreseen) in chosen.items():
-                result["configurations"][name] = {"configuration": asdict(one), "planned": foreseen, "runs": []}
-            if chosen:
-                measure(chosen, result, args, Path(folder))
+            wanted = {name: one for name, one in fitting.items() if one.ranks == ranks}
+            plans = [(here, _planned(wanted, here, Path(folder)))]
+            chosen = plans[0][1]
+            _note_plans(result, ranks, plans)
+            for turn, names in enumerate(rounds_of(list(chosen), args.rounds)):
+                measure(names, turn, ranks, result, args, Path(folder))
+                if not args.machine:
+                    here = _machine(args, ranks, Path(folder))
+                    plans.append((here, _planned({name: wanted[name] for name in chosen}, here, Path(folder))))
+                    _note_plans(result, ranks, plans)
+                    write(args.out, result)
             found += len(chosen)
         if not found:
             raise SystemExit("no configuration fits the ranks and the memory here; see --list, --device and --ranks")
@@ -137,9 +145,7 @@ def _fitting(known: Mapping[str, Configuration], args: argparse.Namespace) -> di
     return {name: one for name, one in found.items() if args.exactly in (None, one.ranks)}
 
 
-def _planned(
-    fitting: Mapping[str, Configuration], here: Machine, folder: Path
-) -> dict[str, tuple[Configuration, dict[str, Any]]]:
+def _planned(fitting: Mapping[str, Configuration], here: Machine, folder: Path) -> Plans:
     """Return the configurations to measure, with what is planned for each."""
     chosen = {}
     for name, one in fitting.items():
@@ -169,42 +175,60 @@ def _machine(args: argparse.Namespace, ranks: int, folder: Path) -> Machine:
     return find_machine(str(file))
 
 
+def _note_plans(result: dict[str, Any], ranks: int, plans: Sequence[tuple[Machine, Plans]]) -> None:
+    """Write the plans for the calibration by which all configurations together are quickest.
+
+    Args:
+        result: to write to; configurations keep their runs.
+        ranks: of the configurations.
+        plans: each calibration, with what it plans; equally many configurations each.
+    """
+    most = max(len(chosen) for _, chosen in plans)
+    here, chosen = min(
+        (one for one in plans if len(one[1]) == most),
+        key=lambda one: sum(plan["seconds"] for _, plan in one[1].values()),
+    )
+    result.setdefault("calibrated", {})[str(ranks)] = asdict(here)
+    for name, (one, foreseen) in chosen.items():
+        runs = result["configurations"].get(name, {}).get("runs", []) if len(plans) > 1 else []
+        result["configurations"][name] = {"configuration": asdict(one), "planned": foreseen, "runs": runs}
+
+
+def rounds_of(names: Sequence[str], rounds: int) -> list[list[str]]:
+    """Return the configurations of each round, every second round backwards; none without configurations."""
+    order = list(by_turns(names, rounds))
+    return [order[turn * len(names) : (turn + 1) * len(names)] for turn in range(rounds if names else 0)]
+
+
 def measure(
-    chosen: Mapping[str, tuple[Configuration, dict[str, Any]]],
-    result: dict[str, Any],
-    args: argparse.Namespace,
-    folder: Path,
+    names: Sequence[str], turn: int, ranks: int, result: dict[str, Any], args: argparse.Namespace, folder: Path
 ) -> None:
-    """Train all, of one number of ranks, by turns and write the result after each start of ranks."""
-    names = list(chosen)
-    [ranks] = {one.ranks for one, _ in chosen.values()}
-    order = list(by_turns(names, args.rounds))
-    for turn in range(args.rounds):
-        waiting = order[turn * len(names) : (turn + 1) * len(names)]
-        while waiting:
-            out = folder / f"found-{ranks}-{turn}-{len(waiting)}.jsonl"
-            job = {
-                "names": waiting,
-                "out": str(out),
-                "folder": str(folder),
-                "device": args.device,
-                "window_s": args.window_s,
-                "until": args.begun + args.budget_s,
-            }
-            with PowerLog() if args.device == "cuda" else nullcontext() as power:
-                ended, said = start_ranks(WORKER, [json.dumps(job)], ranks, args.timeout)
-            lines = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
-            done = outcomes(lines, how_it_ended(ended, said, args.timeout) if ended != 0 else "")
-            if ended != 0:
-                print(said[-3000:], file=sys.stderr)
-                if not done:
-                    raise SystemExit(f"the ranks did not start: {how_it_ended(ended, said, args.timeout)}")
-            for name, run in done.items():
-                span = run.pop("first", 0.0) + AVERAGED_S, run.pop("last", 0.0)
-                run.update(power.mean(*span, ranks) if power is not None else {})
-                result["configurations"][name]["runs"].append(run)
-            write(args.out, result)
-            waiting = [] if ended == 0 else [name for name in waiting if name not in done]
+    """Train configurations of one number of ranks one after the other, and write the result after each start of ranks."""
+    waiting = list(names)
+    while waiting:
+        out = folder / f"found-{ranks}-{turn}-{len(waiting)}.jsonl"
+        job = {
+            "names": waiting,
+            "out": str(out),
+            "folder": str(folder),
+            "device": args.device,
+            "window_s": args.window_s,
+            "until": args.begun + args.budget_s,
+        }
+        with PowerLog() if args.device == "cuda" else nullcontext() as power:
+            ended, said = start_ranks(WORKER, [json.dumps(job)], ranks, args.timeout)
+        lines = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
+        done = outcomes(lines, how_it_ended(ended, said, args.timeout) if ended != 0 else "")
+        if ended != 0:
+            print(said[-3000:], file=sys.stderr)
+            if not done:
+                raise SystemExit(f"the ranks did not start: {how_it_ended(ended, said, args.timeout)}")
+        for name, run in done.items():
+            span = run.pop("first", 0.0) + AVERAGED_S, run.pop("last", 0.0)
+            run.update(power.mean(*span, ranks) if power is not None else {})
+            result["configurations"][name]["runs"].append(run)
+        write(args.out, result)
+        waiting = [] if ended == 0 else [name for name in waiting if name not in done]
 
 
 def outcomes(lines: Sequence[Mapping[str, Any]], ending: str) -> dict[str, dict[str, Any]]:

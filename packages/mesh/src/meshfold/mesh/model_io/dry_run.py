@@ -250,9 +250,11 @@ def map_tensors(
 def eval_mode(model: nn.Module) -> Iterator[None]:
     """Context manager: put the model in eval mode, then restore each module's mode."""
     training = {module: module.training for module in model.modules()}
-    model.eval()
+    if any(training.values()):
+        model.eval()
     try:
         yield
     finally:
         for module, was in training.items():
-            module.training = was
+            if module.training != was:
+                module.training = was

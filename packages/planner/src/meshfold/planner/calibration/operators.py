@@ -8,6 +8,7 @@ seconds, cover all of this.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from itertools import cycle
 
 import torch
 
@@ -19,6 +20,7 @@ from meshfold.planner.clock import Work
 _COLUMNS = 1024
 _HEADS = 16
 _BYTES_ON_CPU = 4 * MiB
+_SETS_ON_CPU = 6  # of three tensors, by turns: together no cache holds them, as no cache holds what a model keeps
 _MUCH = 0.1  # of all bytes; operators with less are casts of a few numbers
 
 
@@ -26,11 +28,12 @@ def operator_rates(device: torch.device, effort: Effort, dtype: torch.dtype) -> 
     """Measure operators of transformers in a dtype; return bytes read and written a second, by the operator's name in plans."""
     found: dict[str, float] = {}
     kind = "gpu" if device.type == "cuda" else "cpu"
-    works, shadows = (calls_of(where, kind, effort, dtype) for where in (device, torch.device("meta")))
-    for work, shadow in zip(works, shadows, strict=True):
+    sets = [calls_of(device, kind, effort, dtype) for _ in range(1 if kind == "gpu" else _SETS_ON_CPU)]
+    for works, shadow in zip(zip(*sets, strict=True), calls_of(torch.device("meta"), kind, effort, dtype), strict=True):
         counts = moved(shadow, kind)
         whole = sum(counts.values())
-        rate = whole / device_seconds(work, device, effort)
+        turns = cycle(works)
+        rate = whole / device_seconds(lambda turns=turns: next(turns)(), device, effort)
         found.update({name: rate for name, count in counts.items() if count > _MUCH * whole})
     return found
 
@@ -54,7 +57,7 @@ def calls_of(device: torch.device, kind: str, effort: Effort, dtype: torch.dtype
     """Return calls of one operator each, and one of our norm with its backward.
 
     Their tensors are larger than a GPU's cache. Those of models that a CPU trains are not larger than its cache, so there they have
-    a few MB.
+    a few MB, and several sets are used by turns.
     """
     aten = torch.ops.aten
     size = effort.memory_bytes if kind == "gpu" else _BYTES_ON_CPU
