@@ -18,7 +18,7 @@ from torch import Tensor
 
 from meshfold.inference.requests import Request, Span
 from meshfold.inference.sampling import Sampling, sample, sampling_rows
-from meshfold.kernels import PagedRows, TokenGraphs, TokenState
+from meshfold.kernels import PagedRows, PageTables, TokenGraphs, TokenState
 from meshfold.mesh.processes import start_copying
 from meshfold.tensor_parallel.few_rows import SplitWords
 
@@ -69,14 +69,9 @@ class DecodeBatch:
         numbers = (torch.zeros(n, dtype=torch.int64, device=device) for n in (rows, rows, rows, 1))
         found = (torch.zeros(most, rows, dtype=dtype, device=device) for dtype in (torch.int64, torch.float64))
         self._state = TokenState(*numbers, *found)
-        self._tables = torch.full((rows, width), spare, dtype=torch.int64, device=device)
+        self._tables = PageTables(rows, width, spare, device)
         self._settings = sampling_rows([_IDLE] * rows, device)
         self._seen: Tensor | None = None
-        self._pages = torch.full((rows, width), spare, dtype=torch.int64)  # what the tables have, on the host
-        # The device may still copy one of two when the next is filled: at most two groups of tokens are being computed.
-        self._copied = [self._pages.pin_memory() for _ in range(2)] if device.type == "cuda" else [self._pages]
-        # Of each row with a sequence: its pages, and how many are there.
-        self._listed: dict[int, tuple[list[int], int]] = {}
         self._next: list[tuple[Request, int]] = []  # the sequence of each row, and its next position
         self._graphs: dict[tuple[bool, bool, bool], torch.cuda.CUDAGraph] = {}
         self._mine, self._captures = mine, captures
@@ -94,40 +89,13 @@ class DecodeBatch:
         # A row that continues beyond its last page, because the host has not yet seen that it has ended, writes to the
         # spare page.
         used = min(max(-(-(span.start + steps) // self._size) for span in spans) + 1, self._width)
-        if self._list(spans, places):
-            self._copied.reverse()
-            self._tables.copy_(self._copied[0].copy_(self._pages), non_blocking=True)
+        self._tables.fill([span.request.pages for span in spans], places)
         self._used = self._width if self._whole else used
         goes_on = self._next == [(span.request, span.start) for span in spans]
         self._next = [(span.request, span.start + steps) for span in spans]
         if not goes_on:  # else the device has all of it
             self._fill(spans, places, seen)
         self._state.step.zero_()
-
-    def _list(self, spans: Sequence[Span], places: Sequence[int]) -> bool:
-        """List the pages of each row on the host, from those that are new; return False if nothing has changed."""
-        gone = self._listed.keys() - set(places)
-        for row in gone:
-            self._pages[row] = self._spare
-            del self._listed[row]
-        rows: list[int] = []
-        columns: list[int] = []
-        pages: list[int] = []
-        for span, row in zip(spans, places, strict=True):
-            mine, (before, known) = span.request.pages, self._listed.get(row, ([], 0))
-            if mine is not before:  # another sequence, or one that was away
-                self._pages[row] = self._spare
-                known = 0
-            count = min(len(mine), self._width)
-            if known == count and mine is before:
-                continue
-            rows += [row] * (count - known)
-            columns += range(known, count)
-            pages += mine[known:count]
-            self._listed[row] = (mine, count)
-        if rows:
-            self._pages.numpy()[rows, columns] = pages
-        return bool(rows or gone)
 
     def _fill(self, spans: Sequence[Span], places: Sequence[int], seen: Tensor | None) -> None:
         """Fill the buffers that steps carry on, and the settings."""
@@ -193,15 +161,15 @@ class DecodeBatch:
 
     def _advance(self, logits: Logits, words: SplitWords | None) -> None:
         """Compute one token of every row."""
-        ids, positions = self._state[:2]
+        (ids, positions), tables = self._state[:2], self._tables.on_device
         page = offset = positions
         if not self._finds_places:
             place = torch.div(positions, self._size, rounding_mode="floor").clamp(max=self._width - 1)
-            page = self._tables.gather(1, place.unsqueeze(1)).squeeze(1)
+            page = tables.gather(1, place.unsqueeze(1)).squeeze(1)
             page = torch.where(positions < self._width * self._size, page, self._spare)
             offset = positions % self._size
         mine = self._mine
-        rows = PagedRows(page[mine], offset[mine], positions[mine], self._tables[mine, : self._used])
+        rows = PagedRows(page[mine], offset[mine], positions[mine], tables[mine, : self._used])
         found = logits(ids, positions, rows)
         settings = self._settings
         after = positions + 1 if settings.draws else positions  # random numbers are of the token's own place

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from meshfold.inference.batch import Batch, RowParts, lay_out
 from meshfold.inference.cache import LayerShape, Pool
-from meshfold.inference.calls import ModelCalls
 from meshfold.inference.decode import DecodeBatch, bucket
 from meshfold.inference.requests import Request, Span, Step
 from meshfold.inference.runner import Sampled, draw, seen_words
@@ -27,7 +26,7 @@ from meshfold.mesh import SpecError
 from meshfold.mesh.collectives import all_gather_object
 from meshfold.mesh.model_io import LiveBytes, eval_mode, tensors_in
 from meshfold.mesh.tracking import uncompiled, without_tracking
-from meshfold.models import head_of, routed, unrouted_reason
+from meshfold.models import ModelCalls, head_of, routed, unrouted_reason
 from meshfold.tensor_parallel.convert import attention_part, padding_for_decoding, row_multiple
 from meshfold.tensor_parallel.few_rows import (
     CompiledBlocks,
@@ -239,7 +238,7 @@ class PagedForward:
         """Tensors of the batches that have run, and what the pool counts in."""
         yield self.pool.arrived
         for batch in (*self._batches.values(), *self._shorts.values()):
-            yield from tensors_in([vars(batch), vars(getattr(batch, "_settings", batch))])
+            yield from tensors_in([vars(getattr(batch, part, batch)) for part in ("", "_settings", "_tables")])
 
     def _long_logits(self, step: Step) -> Tensor:
         """Return logits of the spans that sample, by a forward without a graph."""

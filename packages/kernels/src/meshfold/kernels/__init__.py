@@ -103,6 +103,7 @@ from meshfold.kernels.packed_weight import (
     packed_weight_of,
     two_a_byte,
 )
+from meshfold.kernels.page_tables import PageTables
 from meshfold.kernels.paged_attention import (
     CACHE_FORMS,
     KeyValuePages,
@@ -181,6 +182,7 @@ __all__ = [
     "Nf4Linear",
     "OneShotMemory",
     "PackedWeight",
+    "PageTables",
     "PagedChunk",
     "PagedLayer",
     "PagedRows",

@@ -9,6 +9,7 @@ positions of tokens whose past it has kept.
 from __future__ import annotations
 
 from meshfold.mesh import redirect_imports
+from meshfold.models.calls import ModelCalls
 from meshfold.models.config import DecoderConfig, GPTConfig, LlamaConfig
 from meshfold.models.generate import attention_layers, attention_window, generate
 from meshfold.models.gpt import GPT
@@ -32,6 +33,7 @@ __all__ = [
     "Llama",
     "LlamaConfig",
     "MoELlamaConfig",
+    "ModelCalls",
     "ViT",
     "ViTConfig",
     "attention_layers",

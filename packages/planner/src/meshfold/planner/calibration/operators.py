@@ -7,7 +7,7 @@ seconds, cover all of this.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import cycle
 
 import torch
@@ -32,10 +32,15 @@ def operator_rates(device: torch.device, effort: Effort, dtype: torch.dtype) -> 
     for works, shadow in zip(zip(*sets, strict=True), calls_of(torch.device("meta"), kind, effort, dtype), strict=True):
         counts = moved(shadow, kind)
         whole = sum(counts.values())
-        turns = cycle(works)
-        rate = whole / device_seconds(lambda turns=turns: next(turns)(), device, effort)
+        rate = whole / device_seconds(_by_turns(works), device, effort)
         found.update({name: rate for name, count in counts.items() if count > _MUCH * whole})
     return found
+
+
+def _by_turns(works: Sequence[Callable[[], object]]) -> Callable[[], object]:
+    """Return a call of one of them, each time the next."""
+    turns = cycle(works)
+    return lambda: next(turns)()
 
 
 def moved(work: Callable[[], object], kind: str) -> Mapping[str, int]:

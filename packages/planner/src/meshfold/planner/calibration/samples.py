@@ -6,6 +6,9 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from itertools import cycle
+from statistics import median
 
 import torch
 from torch.nn import functional
@@ -15,6 +18,11 @@ from meshfold.planner.calibration.fits import MatmulSample
 MiB = 2**20
 _MOST_ROWS = 64
 _MOST_QUEUED = 300  # calls of up to three launches: a device queues about a thousand, then the host waits
+_LAYER_SIDE, _LAYER_BYTES, _MOST_SETS = (
+    512,
+    64 * MiB,
+    64,
+)  # of layers on a CPU: their tensors together are larger than its cache
 _CLOCK_HZ = 2e9  # at least as fast as a GPU counts the cycles that it waits
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 DTYPES["fp8"] = torch.float8_e4m3fn
@@ -217,18 +225,50 @@ def _matmul_seconds(side: int, dtype: torch.dtype, device: torch.device, effort:
 def sustained_share(best: MatmulSample, device: torch.device, effort: Effort) -> float:
     """Return the share of one matmul's rate that many in sequence reach: clocks fall where power is limited.
 
-    On a CPU the fastest part of the second half counts, since other work on a machine only slows it down.
+    On a CPU it is that of a model's layers, whose operands no cache holds and whose results are wide (:func:`_share_of_layers`).
     """
     run = _three_matmuls(best.side, DTYPES[best.precision], device)
+    if device.type == "cpu":
+        return _share_of_layers(run, best.side, DTYPES[best.precision], effort)
     calls = max(1, round(effort.steady_s / (3 * best.seconds)))
     run()
-    if device.type == "cpu":
-        _timed(run, device, max(1, calls // 2))
-        part = max(1, calls // (2 * effort.repeats))
-        seconds = min(_timed(run, device, part) for _ in range(effort.repeats))
-    else:
-        seconds = _timed(run, device, calls)
-    return min(1.0, 3 * best.seconds / seconds)
+    return min(1.0, 3 * best.seconds / _timed(run, device, calls))
+
+
+def _share_of_layers(squares: Callable[[], object], side: int, dtype: torch.dtype, effort: Effort) -> float:
+    """Return the rate of two linear layers, forward and backward, by that of three square matmuls of a CPU.
+
+    Both are timed by turns, since a shared host's speed changes within seconds; the median of the turns counts. Layers are of other
+    tensors in every turn, as in a model.
+
+    Args:
+        squares: computes the three.
+        side: of them.
+        dtype: of all.
+        effort: seconds of it all.
+    """
+    narrow, device = min(side, _LAYER_SIDE), torch.device("cpu")
+    wide = 4 * narrow
+    each = 2 * narrow * (narrow + wide) * dtype.itemsize
+    shapes = ((narrow, narrow), (narrow, wide), (wide, narrow), (narrow, wide))
+    sets = [[torch.ones(shape).to(dtype) for shape in shapes] for _ in range(min(_LAYER_BYTES // each + 1, _MOST_SETS))]
+
+    def layers(x: torch.Tensor, hidden: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> None:
+        functional.linear(x, up)
+        functional.linear(hidden, down)
+        hidden @ up
+        x @ down
+        hidden.t() @ x
+        x.t() @ hidden
+
+    work = 6 * narrow * narrow * wide / (3 * side**3)
+    shares: list[float] = []
+    turns, begin = cycle(sets), time.perf_counter()
+    while not shares or time.perf_counter() - begin < effort.steady_s:
+        squares()  # into the cache
+        seconds = _timed(squares, device, 1)
+        shares.append(work * seconds / _timed(partial(layers, *next(turns)), device, 1))
+    return min(1.0, median(shares))
 
 
 def attention_shares(
