@@ -153,7 +153,7 @@ def machine() -> dict[str, Any]:
     found: dict[str, Any] = {
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "cpu_cores": os.cpu_count(),
+        "cpu_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "gpus": torch.cuda.device_count(),
     }
     if torch.cuda.is_available():
