@@ -58,7 +58,7 @@ def generated(
     """
     graphs: list[Graph] = []
     kept = [] if asked is None else asked
-    batch = decode.DecodeBatch(2, 8, 5, 4, 9, CPU, mine=slice(None), whole=True, captures=True)
+    batch = decode.DecodeBatch(2, 32, 5, 4, 9, CPU, mine=slice(None), whole=True, captures=True)
 
     def captured(run: Callable[[], None]) -> Graph:
         graphs.append(Graph(run, wrong and (lambda: wrong(batch))))

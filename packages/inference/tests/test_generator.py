@@ -124,6 +124,23 @@ def test_tokens_behind_others_that_are_not_read_yet_are_the_same(
     assert {request.finish for request in found[0]} == ({"length", "stop"} if stops else {"length"})
 
 
+@pytest.mark.parametrize("kind", ["gpt", "llama", "opt"])
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_a_text_that_ends_at_the_last_position_does_not_run_beyond_it(kind: str, overlaps: bool) -> None:
+    """Another goes on, and tokens that are dropped are computed with it: of positions that the model and the pages have."""
+    model = hugging_face(kind) if kind in FAMILIES else own(kind).eval()
+    longest = getattr(model.config, "max_positions", None) or model.config.max_position_embeddings
+    wishes = [([1] * (longest - 3), 4), ([2, 3], longest - 1)]
+    wanted = [greedy(model, prompt, count - 1) for prompt, count in wishes]  # the last token has no position
+    generator = Generator(model, page_size=4, most_rows=4, ahead=5)
+    generator._overlaps = overlaps
+    requests = [generator.submit(ids, Sampling(temperature=0.0, max_new_tokens=count)) for ids, count in wishes]
+    while generator.busy:
+        generator.step()
+    assert [len(request.tokens) for request in requests] == [count for _, count in wishes]
+    assert [request.tokens[:-1] for request in requests] == wanted
+
+
 def test_a_single_text_with_a_stop_token_computes_no_group_that_it_may_drop() -> None:
     generator = Generator(own("llama").eval(), ahead=2)
     generator._overlaps = True

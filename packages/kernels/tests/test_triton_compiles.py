@@ -208,7 +208,7 @@ def test_choices_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
         word_choice_triton.launch_choice(parts)
     numbers = torch.zeros(2, dtype=torch.int64)
     state = K.TokenState(numbers, numbers, numbers, numbers[:1], numbers.view(1, 2), torch.zeros(1, 2).double())
-    token_state_triton.launch_record(numbers, torch.zeros(2), state)
+    token_state_triton.launch_record(numbers, torch.zeros(2), state, 40)
     token_state_triton.launch_rows(numbers, torch.zeros(8, 4096).bfloat16(), 8)
     assert made.compiled == {"word_choice._words", "word_choice._merge", "token_state._record", "token_state._rows"}
 

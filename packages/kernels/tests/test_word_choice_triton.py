@@ -48,9 +48,9 @@ def test_a_token_is_recorded_and_is_what_the_next_one_begins_with() -> None:
     wanted, found = made(), TokenState(*(part.to(DEVICE) for part in made()))
     for turn in range(2):
         tokens, logprobs = torch.tensor([3, 1 << 40, 5]) + turn, torch.tensor([-0.5, -1e-8, -3.0])
-        wanted.record(tokens, logprobs)
-        launch_record(tokens.to(DEVICE), logprobs.to(DEVICE), found)
-    assert wanted.positions.tolist() == [6, 0, 13] and wanted.step.item() == 4 and wanted.tokens[3, 1] == (1 << 40) + 1
+        wanted.record(tokens, logprobs, 12)  # the last position: the third row would be at 13
+        launch_record(tokens.to(DEVICE), logprobs.to(DEVICE), found, 12)
+    assert wanted.positions.tolist() == [6, 0, 12] and wanted.step.item() == 4 and wanted.tokens[3, 1] == (1 << 40) + 1
     for mine, exact in zip(found, wanted, strict=True):
         assert torch.equal(mine.cpu(), exact)
 

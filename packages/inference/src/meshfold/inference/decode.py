@@ -42,7 +42,7 @@ class DecodeBatch:
     def __init__(
         self,
         rows: int,
-        width: int,
+        longest: int,
         most: int,
         size: int,
         spare: int,
@@ -55,7 +55,7 @@ class DecodeBatch:
     ) -> None:
         """Args:
         rows: of the batch.
-        width: pages of the longest sequence.
+        longest: tokens of the longest sequence.
         most: tokens that are computed in a row.
         size: tokens of a page.
         spare: the page for keys and values that no sequence needs.
@@ -65,11 +65,12 @@ class DecodeBatch:
         whole: attention gets tables of one width always, for compiled code; a graph does anyway.
         finds_places: attention finds the places of new keys in the tables, and is not told.
         """
-        self._rows, self._width, self._most, self._size, self._spare = rows, width, most, size, spare
+        self._rows, self._longest, self._most, self._size, self._spare = rows, longest, most, size, spare
+        self._width = -(-longest // size)
         numbers = (torch.zeros(n, dtype=torch.int64, device=device) for n in (rows, rows, rows, 1))
         found = (torch.zeros(most, rows, dtype=dtype, device=device) for dtype in (torch.int64, torch.float64))
         self._state = TokenState(*numbers, *found)
-        self._tables = PageTables(rows, width, spare, device)
+        self._tables = PageTables(rows, self._width, spare, device)
         self._settings = sampling_rows([_IDLE] * rows, device)
         self._seen: Tensor | None = None
         self._next: list[tuple[Request, int]] = []  # the sequence of each row, and its next position
@@ -176,7 +177,7 @@ class DecodeBatch:
         tokens, logprobs = sample(found, after, settings, self._seen, words)
         if settings.penalizes and self._seen is not None:
             self._seen.scatter_(1, tokens.unsqueeze(1), True)
-        self._state.record(tokens, logprobs)
+        self._state.record(tokens, logprobs, self._longest - 1)
 
     def _capture(self, advance: Callable[[], None], before: list[Tensor], agree: Callable[[bool], bool] | None) -> None:
         """Make a graph of a step; a model that cannot run in a graph keeps running step by step.

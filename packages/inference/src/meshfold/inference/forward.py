@@ -183,7 +183,7 @@ class PagedForward:
         if batch is None:
             batch = DecodeBatch(
                 each * self._parts.parts,
-                self._width,
+                self._longest,
                 self._most,
                 self.pool.size,
                 self.pool.spare,

@@ -30,17 +30,23 @@ class TokenState(NamedTuple):
     tokens: Tensor
     logprobs: Tensor
 
-    def record(self, tokens: Tensor, logprobs: Tensor) -> None:
-        """Record a token of each row, int64 ``b``, and its log-prob, any floating dtype; the next step begins with them."""
+    def record(self, tokens: Tensor, logprobs: Tensor, last: int) -> None:
+        """Record a token of each row; the next step begins with them.
+
+        Args:
+            tokens: int64 ``b``.
+            logprobs: ``b``, any floating dtype.
+            last: the last position that the model and the pages have. A sequence that ends there may run on, and is dropped.
+        """
         if tokens.is_cuda and tokens.shape[0] <= _MOST_ROWS and find_spec("triton") is not None:
             from meshfold.kernels.token_state_triton import launch_record  # which needs Triton
 
-            launch_record(tokens, logprobs, self)
+            launch_record(tokens, logprobs, self, last)
             return
         self.tokens.index_copy_(0, self.step, tokens.unsqueeze(0))
         self.logprobs.index_copy_(0, self.step, logprobs.double().unsqueeze(0))
         self.ids.copy_(tokens)
-        self.positions.add_(self.going)
+        self.positions.add_(self.going).clamp_(max=last)
         self.step.add_(1)
 
 

@@ -14,7 +14,7 @@ _COLUMNS = 1024
 
 
 @triton.jit
-def _record(tokens, logprobs, ids, positions, going, step, all_tokens, all_logprobs, rows, B: tl.constexpr):
+def _record(tokens, logprobs, ids, positions, going, step, all_tokens, all_logprobs, rows, last, B: tl.constexpr):
     row = tl.arange(0, B)
     inside = row < rows
     at = tl.load(step)
@@ -24,7 +24,7 @@ def _record(tokens, logprobs, ids, positions, going, step, all_tokens, all_logpr
     tl.store(all_tokens + at * rows + row, token, mask=inside)
     tl.store(all_logprobs + at * rows + row, logprob, mask=inside)
     tl.store(ids + row, token, mask=inside)
-    tl.store(positions + row, place, mask=inside)
+    tl.store(positions + row, tl.minimum(place, last), mask=inside)
     tl.debug_barrier()  # all threads have read the step
     tl.store(step, at + 1)
 
@@ -39,10 +39,10 @@ def _rows(ids, table, y, first, count, columns, BC: tl.constexpr):
     tl.store(y + row * columns + column, found, mask=column < columns)
 
 
-def launch_record(tokens: Tensor, logprobs: Tensor, state: TokenState) -> None:
+def launch_record(tokens: Tensor, logprobs: Tensor, state: TokenState, last: int) -> None:
     """Run the kernel; arguments as of :meth:`TokenState.record`."""
     rows = tokens.shape[0]
-    given = (tokens.contiguous(), logprobs.contiguous(), *state, rows)
+    given = (tokens.contiguous(), logprobs.contiguous(), *state, rows, last)
     launch(_record, (1,), tokens, *given, B=triton.next_power_of_2(rows), num_warps=1 if rows <= 64 else 4)
 
 
