@@ -321,9 +321,7 @@ class Generator:
             if step.prefill or not isinstance(self.runner, PagedForward):
                 return self._pieces(step, [self.runner.run(step)])
             group = self._launch(step, self.scheduler.ahead(step, self._ahead))
-        if self._overlaps and self._may_overlap(
-            group.step
-        ):  # what follows, before the host reads: the device has work meanwhile
+        if self._overlaps and self._may_overlap(group.step):  # before the host reads, so that the device has work
             following = self.scheduler.follow(group.step, group.steps, self._ahead)
             self._group = following and self._launch(*following)
         sampled, step = group.read(), group.step
