@@ -70,10 +70,15 @@ def start_settings(options: argparse.Namespace) -> dict[str, Any]:
     return {name: getattr(options, name) for name in ("steps", "warm_up", "settle_s", "profile")}
 
 
+def rounds_of(names: Sequence[str], rounds: int) -> list[Sequence[str]]:
+    """Return the contestants of each round, every second round backwards."""
+    return [names if turn % 2 == 0 else names[::-1] for turn in range(rounds)]
+
+
 def by_turns(names: Sequence[str], rounds: int) -> Iterator[str]:
-    """Yield the contestants of each round, every second round backwards."""
-    for turn in range(rounds):
-        yield from names if turn % 2 == 0 else names[::-1]
+    """Yield the contestants of all rounds, one after the other."""
+    for each in rounds_of(names, rounds):
+        yield from each
 
 
 def result_to_extend(path: Path, area: str, *packages: str) -> dict[str, Any]:
@@ -148,12 +153,12 @@ class Contestant:
 
 def machine() -> dict[str, Any]:
     """What the numbers were measured on: no names of hosts, only kinds of parts and versions."""
-    import os
+    from meshfold.mesh.processes import usable_cores
 
     found: dict[str, Any] = {
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "cpu_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cpu_cores": usable_cores(),
         "gpus": torch.cuda.device_count(),
     }
     if torch.cuda.is_available():

@@ -1,4 +1,4 @@
-"""What `meshfold bench decode` compares: our generator, transformers', gpt-fast's way, and engines for many requests."""
+"""Contestants of `meshfold bench decode`: our generator, transformers', gpt-fast's way, and engines for many requests."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that this fil
 
 import torch
 
-from benchmarks.common import AVERAGED_S, add_output, by_turns, check_out, how_it_ended, machine, start_ranks, write
+from benchmarks.common import AVERAGED_S, add_output, check_out, how_it_ended, machine, rounds_of, start_ranks, write
 from benchmarks.foresight.again import compared, planned_again
 from benchmarks.foresight.configurations import Configuration, configurations, planned, runnable
 from benchmarks.foresight.report import report, verdict_lines
@@ -60,8 +60,10 @@ def main(argv: Sequence[str]) -> int:
             wanted = {name: one for name, one in fitting.items() if one.ranks == ranks}
             plans = [(here, _planned(wanted, here, Path(folder)))]
             chosen = plans[0][1]
+            for name, (one, _) in chosen.items():
+                result["configurations"][name] = {"configuration": asdict(one), "runs": []}
             _note_plans(result, ranks, plans)
-            for turn, names in enumerate(rounds_of(list(chosen), args.rounds)):
+            for turn, names in enumerate(rounds_of(list(chosen), args.rounds if chosen else 0)):
                 measure(names, turn, ranks, result, args, Path(folder))
                 if not args.machine:
                     here = _machine(args, ranks, Path(folder))
@@ -179,9 +181,9 @@ def _note_plans(result: dict[str, Any], ranks: int, plans: Sequence[tuple[Machin
     """Write the plans for the calibration by which all configurations together are quickest.
 
     Args:
-        result: to write to; configurations keep their runs.
+        result: to write to; it has the configurations.
         ranks: of the configurations.
-        plans: each calibration, with what it plans; equally many configurations each.
+        plans: each calibration, with what it plans. One that does not plan all of them is left out.
     """
     most = max(len(chosen) for _, chosen in plans)
     here, chosen = min(
@@ -189,15 +191,8 @@ def _note_plans(result: dict[str, Any], ranks: int, plans: Sequence[tuple[Machin
         key=lambda one: sum(plan["seconds"] for _, plan in one[1].values()),
     )
     result.setdefault("calibrated", {})[str(ranks)] = asdict(here)
-    for name, (one, foreseen) in chosen.items():
-        runs = result["configurations"].get(name, {}).get("runs", []) if len(plans) > 1 else []
-        result["configurations"][name] = {"configuration": asdict(one), "planned": foreseen, "runs": runs}
-
-
-def rounds_of(names: Sequence[str], rounds: int) -> list[list[str]]:
-    """Return the configurations of each round, every second round backwards; none without configurations."""
-    order = list(by_turns(names, rounds))
-    return [order[turn * len(names) : (turn + 1) * len(names)] for turn in range(rounds if names else 0)]
+    for name, (_, foreseen) in chosen.items():
+        result["configurations"][name]["planned"] = foreseen
 
 
 def measure(

@@ -65,7 +65,7 @@ class DecodeBatch:
         whole: attention gets tables of one width always, for compiled code; a graph does anyway.
         finds_places: attention finds the places of new keys in the tables, and is not told.
         """
-        self._rows, self._longest, self._most, self._size, self._spare = rows, longest, most, size, spare
+        self._rows, self._longest, self._most, self._size = rows, longest, most, size
         self._width = -(-longest // size)
         numbers = (torch.zeros(n, dtype=torch.int64, device=device) for n in (rows, rows, rows, 1))
         found = (torch.zeros(most, rows, dtype=dtype, device=device) for dtype in (torch.int64, torch.float64))
@@ -165,10 +165,8 @@ class DecodeBatch:
         (ids, positions), tables = self._state[:2], self._tables.on_device
         page = offset = positions
         if not self._finds_places:
-            place = torch.div(positions, self._size, rounding_mode="floor").clamp(max=self._width - 1)
-            page = tables.gather(1, place.unsqueeze(1)).squeeze(1)
-            page = torch.where(positions < self._width * self._size, page, self._spare)
-            offset = positions % self._size
+            place = torch.div(positions, self._size, rounding_mode="floor")
+            page, offset = tables.gather(1, place.unsqueeze(1)).squeeze(1), positions % self._size
         mine = self._mine
         rows = PagedRows(page[mine], offset[mine], positions[mine], tables[mine, : self._used])
         found = logits(ids, positions, rows)

@@ -16,7 +16,7 @@ from meshfold.mesh.processes.groups import (
     running_world,
 )
 from meshfold.mesh.processes.host_numbers import start_copying, start_largest, start_reading
-from meshfold.mesh.processes.launcher import launch, launch_node
+from meshfold.mesh.processes.launcher import launch, launch_node, usable_cores
 from meshfold.mesh.processes.process_group import DEFAULT_TIMEOUT, Process, start, start_fake
 from meshfold.mesh.processes.sub_world import only_ranks
 
@@ -44,5 +44,6 @@ __all__ = [
     "start_fake",
     "start_largest",
     "start_reading",
+    "usable_cores",
     "watchdog_settings",
 ]

@@ -219,9 +219,13 @@ def _stops_after(config: Any, seconds: int) -> dict[str, Any]:
     return {"shutdown_timeout": seconds} if "shutdown_timeout" in known else {}
 
 
+def usable_cores() -> int:
+    """Return the cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def _cores_each(ranks: int) -> int:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, cores // ranks)
+    return max(1, usable_cores() // ranks)
 
 
 def _variables(place: Environment, given: Mapping[str, str]) -> dict[str, str]:
