@@ -27,6 +27,7 @@ from meshfold.planner.calibration import (
     matmul_rates,
     matmul_shares,
     measured_link,
+    pace_of,
     read_machine,
     seconds_by_size,
     typical_link,
@@ -36,7 +37,8 @@ from meshfold.planner.calibration.fits import share_and_lag
 from meshfold.planner.calibration.measure import _small_groups
 from meshfold.planner.calibration.messages import hidden_of
 from meshfold.planner.calibration.operators import calls_of, moved, operator_rates
-from meshfold.planner.calibration.samples import output_samples, side_samples
+from meshfold.planner.calibration.samples import layer_rates, matmul_samples, output_samples, side_samples
+from meshfold.planner.calibration.timing import Pace, call_seconds
 from meshfold.planner.clock import Work
 from meshfold.planner.efficiency import Efficiency, Launches, Link
 from meshfold.planner.machines import Host
@@ -109,7 +111,7 @@ def test_shares_of_matmuls_never_fall_with_their_size() -> None:
         MatmulSample(precision="bf16", side=side, seconds=2 * side**3 / rate) for side, rate in reversed(speeds.items())
     ]
     assert matmul_rates(samples) == {"bf16": pytest.approx(8e12)}
-    shares = [share for _, share in matmul_shares(samples)["bf16"]]
+    shares = [share for _, share in matmul_shares(samples, matmul_rates(samples))["bf16"]]
     assert shares == [pytest.approx(share) for share in (1 / 8, 1 / 2, 1 / 2, 1)]
 
 
@@ -264,6 +266,43 @@ def test_weight_gradients_are_measured_by_the_elements_of_their_result() -> None
     assert set(output_samples(1e-9, torch.device("cpu"), TINY, torch.float32).values()) == {
         1.0
     }  # no more than the whole
+
+
+def test_the_pace_of_a_cpu_takes_its_changes_out_of_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Work of three times the reference's operations, on a CPU that becomes twice as fast meanwhile."""
+    now = [0.0]
+    monkeypatch.setattr("meshfold.planner.calibration.timing.time.perf_counter", lambda: now[0])
+
+    def run(operations: float) -> None:
+        now[0] += operations / (1 + now[0] / 150)
+
+    effort = replace(TINY, repeats=41)
+    assert call_seconds(lambda: run(3.0), torch.device("cpu"), effort) < 2.5
+    now[0] = 0.0
+    pace = Pace(lambda: run(1.0), effort)
+    assert pace.ratio(lambda: run(3.0)) == pytest.approx(3.0, rel=0.02) and now[0] > 140
+    usual = pace.usual
+    assert 0.5 < usual < 1.0
+    begin = now[0]
+    assert pace.ratio(lambda: run(1.0), least_s=100.0) == pytest.approx(1.0, rel=0.02)
+    assert now[0] - begin >= 100.0 and pace.mark() < usual == pace.usual  # later marks do not change it
+    assert pace_of(torch.device("cuda"), effort) is None
+
+
+def test_all_matmuls_of_a_cpu_are_at_one_speed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Samples and layers are told by their ratios to the reference, and by its usual seconds."""
+    cpu = torch.device("cpu")
+    marks = iter([1.0, 3.0] * 1000)
+    pace = Pace(lambda: None, TINY)
+    monkeypatch.setattr(pace, "ratio", lambda work, least_s=0.0: 6.0)
+    monkeypatch.setattr(pace, "mark", lambda: next(marks))
+    pace.usual = 0.5
+    found = matmul_samples(cpu, replace(TINY, longest_s=1e9), pace)
+    assert {one.seconds for one in found} == {1.0} and {one.side for one in found} == set(TINY.sides)
+    rates = layer_rates(found, pace, TINY)
+    assert rates == {one.precision: pytest.approx(12 * 32 * 32 * 128 / 3.0) for one in found}
+    shares = matmul_shares(found, rates)["fp32"]
+    assert shares[0] == (2 * 16**3, pytest.approx(2 * 16**3 / rates["fp32"])) and all(share <= 1 for _, share in shares)
 
 
 @pytest.mark.parametrize(("ranks_there", "wanted"), [(1, (90.0, 150.0)), (2, (90.0, 100.0)), (4, (50.0, 50.0))])

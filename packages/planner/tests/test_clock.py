@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from meshfold.kernels import cross_entropy, linear_cross_entropy, rms_norm, swiglu
 from meshfold.mesh import ParallelSpec
-from meshfold.mesh.model_io import DryRun, Operator
+from meshfold.mesh.model_io import BACKWARD, DryRun, Operator
 from meshfold.models import GPT, GPTConfig, Llama, LlamaConfig
 from meshfold.planner import MACHINES, Estimate, Machine, estimate, step_speed, step_times
-from meshfold.planner.clock import Phases, Work, operator_seconds, optimizer_seconds
+from meshfold.planner.clock import Phases, Work, operator_seconds, optimizer_seconds, update_seconds
 from meshfold.planner.efficiency import IN_PLACE, Efficiency, Launches
 from meshfold.planner.estimates import Times
 
@@ -51,6 +51,36 @@ def test_an_operator_takes_the_longer_of_flop_and_bytes() -> None:
     share = Efficiency().of_attention
     assert share(64) < share(128) == share(256)
     assert optimizer_seconds(82, replace(H200, memory_rate=100.0)) == pytest.approx(1.0)
+
+
+def test_a_cpu_launches_operators_and_runs_them_in_turn() -> None:
+    """The same cores do both; a GPU runs what was launched before while the host launches more."""
+    launches = Launches(forward=1.0, backward=2.0, kernel_forward=0.0, kernel_backward=0.0, parameter=0.5)
+    gpu = replace(H200, memory_rate=1e9, launches=launches, efficiency=replace(H200.efficiency, elementwise=1.0))
+    cpu = replace(gpu, kind="cpu")
+    work = Work(operators={Operator(0, bytes=10**9): 3, Operator(0, bytes=10**9, phase=BACKWARD): 2})
+    phases = work.phases(gpu, "bf16")
+    assert (phases.device, phases.host, phases.seconds) == pytest.approx((5.0, 7.0, 7.0))
+    phases = work.phases(cpu, "bf16")
+    assert (phases.forward, phases.backward, phases.host, phases.idle) == pytest.approx((6.0, 6.0, 0.0, 0.0))
+    update = optimizer_seconds(10**9, gpu)
+    assert update_seconds(10**9, 4, gpu) == (update, 2.0) and update_seconds(10**9, 4, cpu) == (update + 2.0, 0.0)
+    laptop = replace(MACHINES["laptop"], memory=1e12)
+    slow, free = (replace(laptop, launches=Launches.of_all(each)) for each in (1e-3, 0.0))
+    for parallel in ({}, {"data": 2, "zero": {"stage": 1}}, {"pipeline": {"size": 2, "microbatches": 2}}):
+        spec = ParallelSpec.parse(parallel, 2 if parallel else 1)
+        found = {
+            machine.launches.forward: estimate(
+                lambda: Llama(BIG), spec, batch_size=ROWS, seq_len=1024, precision="fp32", machine=machine
+            )
+            for machine in (slow, free)
+        }
+        least = sum(count * slow.launches.of(one) for one, count in found[0.0].work.operators.items())
+        seconds = [step_speed(found[one.launches.forward], one, "fp32").seconds for one in (slow, free)]
+        assert seconds[0] - seconds[1] >= 0.9 * least > 0.1, parallel
+        assert (found[0.0].plan is not None) == ("zero" in parallel)
+        times = step_times(found[1e-3], slow, "fp32")
+        assert times.host == 0.0 and not times.waits_for_host
 
 
 def test_narrow_products_few_keys_and_slow_names_take_longer() -> None:

@@ -2,7 +2,8 @@
 
 Operators are counted once, on meta tensors (:class:`meshfold.mesh.model_io.OperatorCounter`), and timed for any machine. An
 operator takes the longer of two times: its FLOP at the rate of matmuls, and the bytes that it reads and writes at the rate of
-memory. The host launches operators one by one, and a faster device waits for it (:class:`Phases`).
+memory. The host launches operators one by one, and a faster device waits for it (:class:`Phases`). On a CPU the cores that launch
+an operator also run it, so it takes both times.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from meshfold.mesh.recording import recorded_times
 from meshfold.planner.efficiency import MATMULS
 from meshfold.planner.machines import Machine
 
-__all__ = ["MATMULS", "Phases", "Work", "kernels_of", "operator_seconds", "optimizer_seconds"]
+__all__ = ["MATMULS", "Phases", "Work", "kernels_of", "operator_seconds", "optimizer_seconds", "update_seconds"]
 
 _OF_EXPERTS = "expert_places.placed"
 """The kernel that a layer of experts runs once in a forward."""
@@ -128,16 +129,21 @@ class Work:
         return self.phases(machine, precision).seconds
 
     def phases(self, machine: Machine, precision: str) -> Phases:
-        """Return its seconds on a machine by phase, of the device and of the host that launches its operators."""
-        spent = {True: 0.0, False: 0.0}  # after the forward, or in it
+        """Return its seconds on a machine by phase, of the device and of the host that launches its operators.
+
+        On a CPU the device's have the launches, and the host's are 0.
+        """
+        spent, on_cpu = {True: 0.0, False: 0.0}, machine.kind == "cpu"  # after the forward, or in it
         launched = {True: 0.0, False: self.units * machine.launches.unit}
         for operator, count in self.operators.items():
             later = operator.phase != FORWARD
             spent[later] += count * operator_seconds(operator, machine, precision)
-            launched[later] += count * machine.launches.of(operator)
+            launched[later] += 0.0 if on_cpu else count * machine.launches.of(operator)
             if operator.name == _OF_EXPERTS:  # one of each layer's forward
                 launched[later] += count * machine.launches.experts_forward
                 launched[True] += count * machine.launches.experts_backward * (operator.phase == FORWARD)
+        if on_cpu:
+            spent, launched = {later: spent[later] + launched[later] for later in spent}, dict.fromkeys(launched, 0.0)
         return Phases(
             forward=spent[False],
             backward=spent[True],
@@ -177,12 +183,14 @@ class Work:
 def operator_seconds(operator: Operator, machine: Machine, precision: str) -> float:
     """Return the seconds of an operator on a machine: the longer of its FLOP and of the bytes that it reads and writes.
 
-    One without FLOP also takes its start; shares of matmuls and of attention were measured with theirs.
+    One without FLOP also takes its start; shares of matmuls and of attention were measured with theirs. On a CPU all take their
+    launch.
     """
     reached = machine.efficiency
+    launch = machine.launches.of(operator) if machine.kind == "cpu" else 0.0
     moving = operator.bytes / (reached.of_memory(operator.name) * machine.memory_rate)
     if not operator.flop:
-        return moving + reached.start * bool(operator.bytes)
+        return launch + moving + reached.start * bool(operator.bytes)
     if operator.head_dim:
         rate = machine.flops[precision]
         measured = machine.flops[machine.usual_precision]
@@ -191,7 +199,7 @@ def operator_seconds(operator: Operator, machine: Machine, precision: str) -> fl
     else:
         operands = "fp8" if operator.fp8 and "fp8" in machine.flops else precision
         rate = machine.flops[operands] * reached.of_matmul(operands, operator.flop, operator.side, operator.outputs)
-    return max(operator.computed * operator.flop / rate, moving)
+    return launch + max(operator.computed * operator.flop / rate, moving)
 
 
 @contextmanager
@@ -219,3 +227,17 @@ def kernels_of(kind: str, counter: OperatorCounter, live: LiveBytes | None = Non
 def optimizer_seconds(moved: int, machine: Machine) -> float:
     """Return the seconds of an optimizer step on a device that reads and writes ``moved`` bytes."""
     return moved / (machine.efficiency.optimizer * machine.memory_rate)
+
+
+def update_seconds(moved: int, parameters: int, machine: Machine) -> tuple[float, float]:
+    """Return the seconds of an optimizer step without ``zero``: of the device, and of the host that launches it.
+
+    On a CPU the device's have the launches, and the host's are 0.
+
+    Args:
+        moved: bytes that the device reads and writes.
+        parameters: that are stepped.
+        machine: of the device.
+    """
+    device, host = optimizer_seconds(moved, machine), parameters * machine.launches.parameter
+    return (device + host, 0.0) if machine.kind == "cpu" else (device, host)

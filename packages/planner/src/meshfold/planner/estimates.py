@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from meshfold.mesh import Entry, Mesh, ParallelSpec
-from meshfold.planner.clock import Work, optimizer_seconds
+from meshfold.planner.clock import Work, update_seconds
 from meshfold.planner.machines import Machine
 from meshfold.planner.optimizer_state import kept_bytes
 
@@ -198,13 +198,14 @@ class Times:
         compute: operators of forwards and backwards, one after the other, as the host launches them.
         tensor: traffic of activations and their gradients, which the next operator waits for.
         data: traffic of gradients and parameters, which may run beside both.
-        optimizer: the step of the optimizer on the device; 0 under ``zero``, whose plan has it.
+        optimizer: the step of the optimizer on the device; under ``zero``, whose plan has it, no more than launches on a CPU.
         busy: compute and traffic of ``tensor`` together: they overlap while the device waits for the host. None: they do not.
-        host: launches of all operators, of the optimizer's step too.
+        host: launches of all operators, of the optimizer's step too; 0 on a CPU, whose other seconds have them.
         hidden: share of data traffic that compute hides while both run.
         late: of data traffic, what travels when no compute is left: gradients of a pipeline's stage that ends last, and parameters
             that ``zero`` gathers after the optimizer's step.
-        idle: of the device in forward and backward, for want of launches; part of ``busy``. A plan of ``zero`` knows none.
+        idle: of the device in forward and backward, for want of launches; part of ``busy``. A plan of ``zero`` knows none. On a CPU
+            the seconds of hooks under ``zero``.
     """
 
     compute: float
@@ -299,16 +300,17 @@ def step_times(found: Estimate, machine: Machine, precision: str) -> Times:
     phases = found.work.phases(machine, precision)
     waits = spent["forward"], spent["backward"]
     waiting = phases.waiting(*waits)
+    update, launched = update_seconds(found.update_bytes, found.updated, machine)
     return Times(
         compute=phases.seconds,
         tensor=sum(waits),
         data=spent["data"],
-        optimizer=optimizer_seconds(found.update_bytes, machine),
+        optimizer=update,
         busy=waiting.seconds,
-        host=phases.host + found.updated * machine.launches.parameter,
+        host=phases.host + launched,
         hidden=1.0 if _is_pushed(found.spec) or not beside else 1.0 - shown / beside,
         late=late,
-        idle=waiting.idle,
+        idle=found.work.units * machine.launches.unit if machine.kind == "cpu" else waiting.idle,
     )
 
 

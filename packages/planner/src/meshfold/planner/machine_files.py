@@ -22,6 +22,7 @@ _MAY_BE_ZERO = {
     "hidden",
     "hidden_by_kind",
     "start",
+    "pace",
     "stepping",
     "moments",
     "stepping_of_one",

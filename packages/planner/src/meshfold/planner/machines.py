@@ -109,6 +109,8 @@ class Machine:
         source: where the numbers come from.
         kind: of the devices: ``"gpu"``, or ``"cpu"`` for ranks that compute on the host's cores.
         launches: seconds in which the host launches operators.
+        pace: of a CPU, the seconds of matmuls that were timed beside its samples (:func:`meshfold.planner.calibration.pace_of`); 0:
+            not measured. Beside other work they tell by how much the CPU is slower than the plan's.
         efficiency: shares of these rates that operators reach.
         collectives: kind to its link inside a node, where it was measured; others take ``latency`` and ``inside``.
         small_groups: the same of groups with fewer ranks than a node has, by their number: they reach another rate. A group takes
@@ -127,6 +129,7 @@ class Machine:
     source: str
     kind: str = "gpu"
     launches: Launches = field(default_factory=Launches)
+    pace: float = 0.0
     efficiency: Efficiency = field(default_factory=Efficiency)
     collectives: Mapping[str, Link] = field(default_factory=dict)
     small_groups: Mapping[int, Mapping[str, Link]] = field(default_factory=dict)

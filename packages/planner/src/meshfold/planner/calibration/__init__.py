@@ -15,8 +15,9 @@ from meshfold.planner.calibration.fits import (
     typical_link,
 )
 from meshfold.planner.calibration.measure import Calibration, calibrate
-from meshfold.planner.calibration.samples import TINY, Effort
+from meshfold.planner.calibration.samples import pace_of
 from meshfold.planner.calibration.text import calibration_table
+from meshfold.planner.calibration.timing import TINY, Effort
 from meshfold.planner.machine_files import read_machine, write_machine
 
 __all__ = [
@@ -33,6 +34,7 @@ __all__ = [
     "matmul_rates",
     "matmul_shares",
     "measured_link",
+    "pace_of",
     "read_machine",
     "seconds_by_size",
     "typical_link",

@@ -58,16 +58,21 @@ def matmul_rates(samples: Sequence[MatmulSample]) -> dict[str, float]:
     return found
 
 
-def matmul_shares(samples: Sequence[MatmulSample]) -> dict[str, tuple[tuple[float, float], ...]]:
-    """Return pairs of FLOP and share of the highest rate, by precision and rising FLOP.
+def matmul_shares(
+    samples: Sequence[MatmulSample], rates: Mapping[str, float]
+) -> dict[str, tuple[tuple[float, float], ...]]:
+    """Return pairs of FLOP and share of a precision's rate, at most the whole, by precision and rising FLOP.
 
     Shares never fall with the size: a larger matmul with a lower share was disturbed, or limited by power, and a plan must not
     say that less work takes longer.
+
+    Args:
+        samples: of matmuls.
+        rates: FLOP/s by precision.
     """
-    best = matmul_rates(samples)
     found: dict[str, list[tuple[float, float]]] = {}
     for sample in samples:
-        found.setdefault(sample.precision, []).append((sample.flop, sample.rate / best[sample.precision]))
+        found.setdefault(sample.precision, []).append((sample.flop, min(1.0, sample.rate / rates[sample.precision])))
     return {precision: rising(pairs) for precision, pairs in found.items()}
 
 

@@ -28,7 +28,7 @@ from meshfold.experts import MixtureOfExperts
 from meshfold.kernels.fuse import fuse
 from meshfold.mesh import Group, Process, all_reduce
 from meshfold.mesh.model_io import BACKWARD, DryRun
-from meshfold.planner.calibration.samples import Effort, wait
+from meshfold.planner.calibration.timing import Effort, wait
 from meshfold.planner.clock import Work
 from meshfold.planner.efficiency import Launches
 

@@ -28,15 +28,17 @@ from meshfold.planner.calibration.messages import KINDS, hidden_shares, message_
 from meshfold.planner.calibration.operators import operator_rates
 from meshfold.planner.calibration.samples import (
     DTYPES,
-    Effort,
     attention_shares,
+    layer_rates,
     matmul_samples,
     memory_rates,
     operator_start,
     output_samples,
+    pace_of,
     side_samples,
     sustained_share,
 )
+from meshfold.planner.calibration.timing import Effort, Pace
 from meshfold.planner.efficiency import Efficiency, Link
 from meshfold.planner.machines import Host, Machine
 from meshfold.planner.suggestions.here import local_machine
@@ -95,10 +97,11 @@ def calibrate(process: Process, effort: Effort, *, disk: Path | None = None, nam
     try:
         everyone, here, there = mesh.group("node", "local"), mesh.group("local"), mesh.group("node")
         barrier(everyone, device)
-        matmuls = _means(matmul_samples(device, effort), effort.sides, everyone, device)
+        pace = pace_of(device, effort)
+        matmuls = _means(matmul_samples(device, effort, pace), effort.sides, everyone, device)
         if not matmuls:
             raise SpecError(f"no matmul runs on {device}: torch {torch.__version__} has no kernels for it")
-        machine, notes = _of_devices(base, matmuls, everyone, device, effort)
+        machine, notes = _of_devices(base, matmuls, everyone, device, effort, pace)
         messages = message_samples(here, device, effort) if here.size > 1 else []
         machine = _linked(machine, messages, notes)
         machine = replace(machine, small_groups=_small_groups(local, everyone, device, effort))
@@ -143,23 +146,33 @@ def _means(
 
 
 def _of_devices(
-    base: Machine, matmuls: Sequence[MatmulSample], everyone: Group, device: torch.device, effort: Effort
+    base: Machine,
+    matmuls: Sequence[MatmulSample],
+    everyone: Group,
+    device: torch.device,
+    effort: Effort,
+    pace: Pace | None,
 ) -> tuple[Machine, list[str]]:
     """Return the machine with rates of devices, and notes."""
-    flops, shares = matmul_rates(matmuls), matmul_shares(matmuls)
+    flops = matmul_rates(matmuls)
+    if pace is not None:  # what a CPU's layers reach; a GPU's are measured by their sides
+        layers = layer_rates(matmuls, pace, effort)
+        flops = dict(zip(layers, _mean([*layers.values()], everyone, device), strict=True))
+    shares = matmul_shares(matmuls, flops)
     on_gpu = device.type == "cuda"
     most = "bf16" if on_gpu and "bf16" in flops else replace(base, flops=flops).usual_precision
     best = max((sample for sample in matmuls if sample.precision == most), key=lambda sample: sample.rate)
     memory = memory_rates(device, effort)
-    sustained = sustained_share(best, device, effort)
-    attention = attention_shares(sustained * flops[most], device, effort, DTYPES[most])
+    sustained = sustained_share(best, device, effort) if pace is None else 1.0
+    attention = attention_shares(sustained * flops[most], device, effort, DTYPES[most], pace)
     # A GPU cuts products into tiles, so narrow ones are slower; on a CPU sides are not measured.
     sides = side_samples(best.rate, device, effort, DTYPES[most]) if device.type == "cuda" else {}
     outputs = output_samples(best.rate, device, effort, DTYPES[most]) if device.type == "cuda" else {}
     operators = operator_rates(device, effort, DTYPES[most])
     start = operator_start(device, effort)
-    copy, elementwise, optimizer, sustained, start = _mean(
-        [memory.copy, memory.elementwise, memory.optimizer, sustained, start], everyone, device
+    usual = 0.0 if pace is None else pace.usual
+    copy, elementwise, optimizer, sustained, start, usual = _mean(
+        [memory.copy, memory.elementwise, memory.optimizer, sustained, start, usual], everyone, device
     )
     of_heads = {
         size: share_and_lag(dict(zip(by_keys, _mean([*by_keys.values()], everyone, device), strict=True)))
@@ -175,6 +188,7 @@ def _of_devices(
         memory=base.memory if device.type == "cuda" else _host_bytes(base.host.memory) / base.devices,
         memory_rate=copy,
         flops={**base.flops, **flops},
+        pace=usual,
         efficiency=Efficiency(
             matmuls=sustained,
             by_flop=shares,

@@ -25,7 +25,7 @@ from meshfold.mesh import (
 )
 from meshfold.mesh.recording import Kind
 from meshfold.planner.calibration.fits import MessageSample
-from meshfold.planner.calibration.samples import Effort, MiB, wait
+from meshfold.planner.calibration.timing import Effort, MiB, wait
 
 _CALLS, _MOST_CALLS = 5, 100
 _SENDS, _MATMULS = 4, 8

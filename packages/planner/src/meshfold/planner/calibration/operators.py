@@ -7,6 +7,7 @@ seconds, cover all of this.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from itertools import cycle
 
@@ -14,13 +15,16 @@ import torch
 
 from meshfold.kernels import dropout, layer_norm
 from meshfold.mesh.model_io import DryRun
-from meshfold.planner.calibration.samples import Effort, MiB, device_seconds
+from meshfold.planner.calibration.timing import Effort, MiB, device_seconds
 from meshfold.planner.clock import Work
 
 _COLUMNS = 1024
 _HEADS = 16
 _BYTES_ON_CPU = 4 * MiB
 _SETS_ON_CPU = 6  # of three tensors, by turns: together no cache holds them, as no cache holds what a model keeps
+_KEPT_ON_CPU = (
+    12  # last results: a model keeps its own for the backward, so no cache holds the memory that they are written to
+)
 _MUCH = 0.1  # of all bytes; operators with less are casts of a few numbers
 
 
@@ -32,15 +36,15 @@ def operator_rates(device: torch.device, effort: Effort, dtype: torch.dtype) -> 
     for works, shadow in zip(zip(*sets, strict=True), calls_of(torch.device("meta"), kind, effort, dtype), strict=True):
         counts = moved(shadow, kind)
         whole = sum(counts.values())
-        rate = whole / device_seconds(_by_turns(works), device, effort)
+        rate = whole / device_seconds(_by_turns(works, 0 if kind == "gpu" else _KEPT_ON_CPU), device, effort)
         found.update({name: rate for name, count in counts.items() if count > _MUCH * whole})
     return found
 
 
-def _by_turns(works: Sequence[Callable[[], object]]) -> Callable[[], object]:
-    """Return a call of one of them, each time the next."""
-    turns = cycle(works)
-    return lambda: next(turns)()
+def _by_turns(works: Sequence[Callable[[], object]], kept: int) -> Callable[[], object]:
+    """Return a call of one of them, each time the next, which keeps the last ``kept`` results."""
+    turns, results = cycle(works), deque[object](maxlen=kept)
+    return lambda: results.append(next(turns)())
 
 
 def moved(work: Callable[[], object], kind: str) -> Mapping[str, int]:
@@ -62,7 +66,7 @@ def calls_of(device: torch.device, kind: str, effort: Effort, dtype: torch.dtype
     """Return calls of one operator each, and one of our norm with its backward.
 
     Their tensors are larger than a GPU's cache. Those of models that a CPU trains are not larger than its cache, so there they have
-    a few MB, and several sets are used by turns.
+    a few MB, several sets are used by turns, and the last results are kept.
     """
     aten = torch.ops.aten
     size = effort.memory_bytes if kind == "gpu" else _BYTES_ON_CPU
@@ -75,8 +79,8 @@ def calls_of(device: torch.device, kind: str, effort: Effort, dtype: torch.dtype
     normed = x.detach().requires_grad_()
     by_head = x.view(-1, _COLUMNS, _HEADS, _COLUMNS // _HEADS).transpose(1, 2)
 
-    def norm() -> None:
-        torch.autograd.grad(layer_norm(normed, weight, bias), (normed, weight, bias), y)
+    def norm() -> object:
+        return torch.autograd.grad(layer_norm(normed, weight, bias), (normed, weight, bias), y)
 
     works: list[Callable[[], object]] = [
         lambda: torch.add(x, y),

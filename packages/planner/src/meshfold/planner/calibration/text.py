@@ -31,7 +31,7 @@ def calibration_table(found: Calibration) -> str:
     ]
     device = [
         ["memory", f"{format_bytes(machine.memory)}, {machine.memory_rate / 1e9:,.4g} GB/s copied"],
-        ["matmuls in sequence", f"{reached.matmuls:.2f} of the rate of one"],
+        ["matmuls in sequence", f"{_in_sequence(found):.2f} of the rate of one"],
         *([["narrow matmuls", ", ".join(narrow)]] if narrow else []),
         *([["results of weight gradients", ", ".join(small)]] if small else []),
         ["attention", f"{attention}, of these"],
@@ -70,6 +70,15 @@ def calibration_table(found: Calibration) -> str:
         parts.append([f"matmuls that take as long hide {kinds}"])
     parts.append([f"not measured: {note}" for note in found.notes])
     return "\n\n".join("\n".join(lines) for lines in parts if lines)
+
+
+def _in_sequence(found: Calibration) -> float:
+    """Return the rate of matmuls in sequence, of layers on a CPU, by that of the quickest square one of the usual precision."""
+    usual = found.machine.usual_precision
+    best = max(
+        (sample.rate for sample in found.matmuls if sample.precision == usual), default=found.machine.flops[usual]
+    )
+    return found.machine.efficiency.matmuls * found.machine.flops[usual] / best
 
 
 def _of_one(host: Host) -> str:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from meshfold.engine.states import BUCKET_BYTES
 from meshfold.pipeline import Costs, schedule, simulate_costs
-from meshfold.planner.clock import Phases, optimizer_seconds
+from meshfold.planner.clock import Phases, update_seconds
 from meshfold.planner.collected_gradients import copy_seconds, moved_bytes
 from meshfold.planner.estimates import Memory
 from meshfold.planner.step_bytes import workspace_bytes
@@ -124,7 +124,7 @@ class _Reckoning:
             forward, backward, idle, live = self._pipelined(ahead, back, simulate=simulate)
             ending = Seconds(0.0, 0.0, 0.0)
         memory, state = self.bytes.total(live)
-        (hidden, shown), optimizer, offload = self._hidden(held), self._optimizer(held), 0.0
+        (hidden, shown), (optimizer, launched), offload = self._hidden(held), self._update(held), 0.0
         first, then = forward * self.micro + ending, backward * self.micro
         phases = Phases(
             forward=first.in_turn,
@@ -137,7 +137,7 @@ class _Reckoning:
         # A stage's actions come one by one, of other stages between them.
         waiting = phases.waiting(first.waits, then.waits)
         together = waiting.seconds if self.stages == 1 else first.spent + then.spent
-        busy, host = together + idle, phases.host + self._updates()
+        busy, host = together + idle, phases.host + launched
         late = self._late(held)
         exposed = shown * min(1.0, together / (hidden - late)) if hidden > late else 0.0
         if self.zero is None:
@@ -359,16 +359,18 @@ class _Reckoning:
         """Return the seconds of a message between neighbouring stages."""
         return self.clock.messages(self.axes, "send", ("pipe",), self.bytes.stream, 1)
 
-    def _updates(self) -> float:
-        """Return the host's seconds of the optimizer's step."""
+    def _update(self, held: Memory) -> tuple[float, float]:
+        """Return the seconds of the optimizer's step: of the device, and of the host that launches it."""
         block, rest = self.profile.block, self.profile.rest
-        return (max(self.bytes.of_ranks) * block.updated + rest.updated) * self.machine.launches.parameter
-
-    def _optimizer(self, held: Memory) -> float:
+        parameters = max(self.bytes.of_ranks) * block.updated + rest.updated
+        moved = 0 if self.zero is not None else held.update_bytes(clip=self.clock.clip)
+        plain, launched = update_seconds(moved, parameters, self.machine)
         if self.zero is None:
-            return optimizer_seconds(held.update_bytes(clip=self.clock.clip), self.machine)
+            return plain, launched
         elements = self.bytes.elements(held) / self.ranks
-        return elements * self.bytes.regime.step / (self.machine.efficiency.optimizer * self.machine.memory_rate)
+        return elements * self.bytes.regime.step / (
+            self.machine.efficiency.optimizer * self.machine.memory_rate
+        ), launched
 
     def _host_loads(self, memory: float, held: Memory) -> HostLoads:
         """Return the seconds of copies and steps of state that does not fit."""
