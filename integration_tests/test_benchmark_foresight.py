@@ -15,7 +15,7 @@ from benchmarks.foresight import report
 from benchmarks.foresight.again import planned_again
 from benchmarks.foresight.configurations import GiB, configurations, planned, runnable
 from benchmarks.foresight.first_choice import FirstChoice
-from benchmarks.foresight.run import main, measure, outcomes
+from benchmarks.foresight.run import _note_plans, main, measure, outcomes
 from benchmarks.foresight.worker import measured, run
 from benchmarks.power import PowerLog
 from meshfold.mesh import Mesh, ParallelSpec, start
@@ -125,7 +125,7 @@ def test_a_result_has_the_machine_that_was_planned_for(tmp_path: Path, monkeypat
     assert found["configurations"]["cpu-gpt"]["planned"]["seconds"] > 0
 
 
-def test_each_number_of_ranks_is_calibrated_beside_every_round_and_the_fastest_counts(
+def test_each_number_of_ranks_is_calibrated_beside_every_round_and_the_middle_counts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A shared host is faster at one time than at another; runs stay when plans are made again."""
@@ -134,7 +134,7 @@ def test_each_number_of_ranks_is_calibrated_beside_every_round_and_the_fastest_c
 
     def machine(args: Namespace, ranks: int, folder: Path) -> Machine:
         happened.append(("calibrated", [str(ranks)]))
-        quick = {key: rate * (2 if len(happened) == 3 else 1) for key, rate in laptop.flops.items()}
+        quick = {key: rate * {3: 4, 5: 2}.get(len(happened), 1) for key, rate in laptop.flops.items()}
         return replace(laptop, flops=quick)
 
     def measure(names: list[str], turn: int, ranks: int, result: dict[str, Any], args: Namespace, folder: Path) -> None:
@@ -155,12 +155,36 @@ def test_each_number_of_ranks_is_calibrated_beside_every_round_and_the_fastest_c
     ]
     found = json.loads((tmp_path / "found.json").read_text())
     assert {ranks: made["flops"]["fp32"] / laptop.flops["fp32"] for ranks, made in found["calibrated"].items()} == {
-        "1": 2.0,  # the second of its three
+        "1": 2.0,  # of 1, 4 and 2
         "2": 1.0,
     }
     assert all([run["seconds"] for run in made["runs"]] == [[1.0], [2.0]] for made in found["configurations"].values())
     with pytest.raises(SystemExit, match="no configuration fits the ranks"):
         main(["--only", "cpu-data2", "--ranks", "1", "--device", "cpu", "--out", str(tmp_path / "found.json")])
+
+
+def test_gpus_are_planned_for_their_fastest_calibration() -> None:
+    h200, (_, *others) = find_machine("h200x8"), KNOWN.values()
+    plans = [(replace(h200, name=str(s)), {"one": (others[0], {"seconds": s, "bytes": 1})}) for s in (2.0, 1.0, 3.0)]
+    found: dict[str, Any] = {"configurations": {"one": {}}}
+    _note_plans(found, 1, plans)
+    assert found["calibrated"]["1"]["name"] == "1.0" and found["configurations"]["one"]["planned"]["seconds"] == 1.0
+
+
+def test_a_cpus_steps_are_told_at_the_calibrated_speed() -> None:
+    """Matmuls beside them took 2 s where the calibration's took 1: the CPU was half as fast. The median of all steps counts."""
+    slow = {"seconds": [4.0, 6.0], "pace": [2.0, 2.0], "bytes": 100}
+    usual = {"seconds": [2.0, 1.9, 30.0], "pace": [1.0, 1.0, 10.0], "bytes": 100}
+    found = result((2.1, 100, [slow, usual]))
+    assert report.errors(found)["c0"]["seconds"] == 2.0  # no speed is known: the faster start's median
+    found["calibrated"] = {"1": {"pace": 1.0}}
+    assert report.errors(found)["c0"]["seconds"] == 2.0  # of 2, 3, 2, 1.9 and 3
+    found["calibrated"] = {"1": {"pace": 2.0}}
+    assert report.errors(found)["c0"]["time error"] == pytest.approx(2.1 / 4.0 - 1)
+    text = report.described(found)
+    assert "the median of all steps at the calibrated speed" in text and "0.36 to 2.00 of it" in text
+    slow.pop("pace")
+    assert report.errors(found)["c0"]["seconds"] == 2.0
 
 
 def test_the_report_writes_table_and_plot(tmp_path: Path) -> None:
@@ -189,7 +213,8 @@ def on_two_ranks(folder: Path) -> dict[str, Any]:
 def test_ranks_measure_a_step_and_its_tensors(tmp_path: Path) -> None:
     """The plan of memory is near what operators made: of a model so small, within a fifth."""
     found = run_on_ranks(2, on_two_ranks, tmp_path)
-    assert all(len(one["seconds"]) >= 3 for one in found)
+    assert all(len(one["seconds"]) == len(one["pace"]) >= 3 for one in found)
+    assert found[0]["pace"] == found[1]["pace"] and min(found[0]["pace"]) > 0
     foreseen = planned(TINY, find_machine("laptop"), tmp_path)
     assert not foreseen.misfit and foreseen.seconds > 0
     assert found[0]["bytes"] == found[1]["bytes"] == pytest.approx(foreseen.bytes, rel=0.2)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,7 @@ def planned_again(
         one = configuration_of(found["configurations"][name]["configuration"])
         if one.ranks not in machines:
             machines[one.ranks] = machine or calibrated(result, one.ranks, folder)
+            found.setdefault("calibrated", {})[str(one.ranks)] = asdict(machines[one.ranks])
         foreseen = planned(one, machines[one.ranks], folder / name)
         found["configurations"][name]["planned"] = {"seconds": foreseen.seconds, "bytes": foreseen.bytes}
     return found

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+import statistics
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,7 @@ def errors(result: Mapping[str, Any]) -> dict[str, dict[str, float]]:
         runs = [run for run in one["runs"] if "error" not in run]
         if not runs:
             continue
-        # A start's median, and the fastest start: other work on the machine only slows one down.
-        seconds = min(median(run["seconds"]) for run in runs)
+        seconds = seconds_of(runs, _usual(result, one))
         held = max(run["bytes"] for run in runs)
         found[name] = {
             "seconds": seconds,
@@ -41,6 +41,25 @@ def errors(result: Mapping[str, Any]) -> dict[str, dict[str, float]]:
             **({"memory error": one["planned"]["bytes"] / held - 1} if held else {}),
         }
     return found
+
+
+def _usual(result: Mapping[str, Any], one: Mapping[str, Any]) -> float:
+    """Return the seconds of the matmuls beside a configuration's steps on the machine that was planned for; 0: not known."""
+    found: float = result.get("calibrated", {}).get(str(one["configuration"]["ranks"]), {}).get("pace", 0.0)
+    return found
+
+
+def seconds_of(runs: Sequence[Mapping[str, Any]], usual: float) -> float:
+    """Return the seconds of a step that count.
+
+    Args:
+        runs: starts of a configuration.
+        usual: seconds of the matmuls beside steps, on the machine that was planned for. With them steps are told at its speed, and
+            the median of all counts. 0: a start's median, and the fastest start: other work on the machine only slows one down.
+    """
+    if not usual or any("pace" not in run for run in runs):
+        return min(median(run["seconds"]) for run in runs)
+    return median([usual / pace * step for run in runs for step, pace in zip(run["seconds"], run["pace"], strict=True)])
 
 
 def shares(result: Mapping[str, Any]) -> dict[str, float]:
@@ -78,7 +97,7 @@ def described(result: Mapping[str, Any]) -> str:
     lines = [
         f"Plans beside one training of each configuration on {where}, torch {m['torch']}: {len(found)} of "
         f"{len(result['configurations'])} ran, memory is counted of {counted}. Seconds are of an optimizer step, from a "
-        "barrier to the end of the slowest rank: a start's median, and the fastest start. Memory is the fullest rank's. "
+        f"barrier to the end of the slowest rank: {_that_count(result)}. Memory is the fullest rank's. "
         "Errors are plan / measured − 1.",
         "",
         *(line for line, _ in verdict_lines(result)),
@@ -107,6 +126,24 @@ def described(result: Mapping[str, Any]) -> str:
         )
     head = ("configuration", "spec", "planned s", "measured s", "error", "planned GiB", "measured GiB", "error")
     return "\n".join([*lines, *reports.table(head + (reports.JOULES if sampled else ()), rows), *_firsts(result)])
+
+
+def _that_count(result: Mapping[str, Any]) -> str:
+    """Return which steps count, and at which speed."""
+    paces = [
+        _usual(result, one) / pace
+        for one in result["configurations"].values()
+        for run in one["runs"]
+        for pace in run.get("pace", ())
+        if _usual(result, one)
+    ]
+    if not paces:
+        return "a start's median, and the fastest start"
+    low, high = (statistics.quantiles(paces, n=20, method="inclusive")[place] for place in (0, -1))
+    return (
+        "the median of all steps at the calibrated speed, which matmuls beside each step tell: they ran at "
+        f"{low:.2f} to {high:.2f} of it (nine of ten)"
+    )
 
 
 def _energy(one: Mapping[str, Any]) -> tuple[str, ...]:

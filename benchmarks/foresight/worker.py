@@ -9,6 +9,7 @@ import sys
 import time
 from contextlib import ExitStack
 from dataclasses import asdict
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from meshfold.engine import Engine
 from meshfold.engine.zero.residency import Phase
 from meshfold.mesh import Group, Mesh, all_reduce, barrier, start
 from meshfold.mesh.model_io import LiveBytes
+from meshfold.planner.calibration import Effort, pace_of
 
 _WARM_UP, _LEAST = 3, 3  # steps
 _SETTLING = 10  # steps, at most, until a memory plan is corrected by its first ones
@@ -77,6 +79,11 @@ def _most(value: float, everyone: Group, device: torch.device) -> float:
     return float(all_reduce(torch.tensor(value, dtype=torch.float64, device=device), everyone, op="max"))
 
 
+def _mean(value: float, everyone: Group, device: torch.device) -> float:
+    """Return the mean of all ranks' values."""
+    return float(all_reduce(torch.tensor(value, dtype=torch.float64, device=device), everyone)) / everyone.size
+
+
 def measured(
     one: Configuration, folder: Path, window_s: float, everyone: Group, device: torch.device
 ) -> dict[str, Any]:
@@ -84,7 +91,8 @@ def measured(
 
     On a GPU bytes are the allocator's largest; on a CPU those of all tensors that operators made, in one more step that is not
     timed; under ``zero``, whose chunks no operator makes, there are none. ``before``: those that were allocated before it began.
-    ``first`` and ``last``: seconds since the epoch between which the timed steps ran.
+    ``first`` and ``last``: seconds since the epoch between which the timed steps ran. ``pace``: on a CPU, of each step, seconds of
+    matmuls before and after it, the mean of all ranks (:func:`meshfold.planner.calibration.pace_of`).
     """
     before = _release(device)
     model = one.choose(folder)
@@ -134,8 +142,19 @@ def measured(
                     break
                 step()
             steps = max(_LEAST, math.ceil(window_s / _most(step(), everyone, device)))
-            first = time.time()
-            seconds = [_most(step(), everyone, device) for _ in range(steps)]
+            pace = pace_of(device, Effort())
+            marks: list[float] = []
+
+            def note_pace() -> None:
+                if pace is not None:
+                    barrier(everyone, device)
+                    marks.append(_mean(pace.mark(), everyone, device))
+
+            first, seconds = time.time(), []
+            note_pace()
+            for _ in range(steps):
+                seconds.append(_most(step(), everyone, device))
+                note_pace()
             last = time.time()
             if on_gpu:
                 held = max(held, torch.cuda.max_memory_allocated(device))
@@ -145,6 +164,7 @@ def measured(
         "seconds": seconds,
         "first": first,
         "last": last,
+        **({"pace": [(before + after) / 2 for before, after in pairwise(marks)]} if marks else {}),
         **said,
         **{name: int(_most(float(value), everyone, device)) for name, value in most.items()},
     }
