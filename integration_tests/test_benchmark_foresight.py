@@ -183,6 +183,9 @@ def test_a_cpus_steps_are_told_at_the_calibrated_speed() -> None:
     assert report.errors(found)["c0"]["time error"] == pytest.approx(2.1 / 4.0 - 1)
     text = report.described(found)
     assert "the median of all steps at the calibrated speed" in text and "0.36 to 2.00 of it" in text
+    found["configurations"]["c0"]["planned"]["paced"] = 0.5  # half of a step waits for memory
+    found["calibrated"] = {"1": {"pace": 1.0}}
+    assert report.errors(found)["c0"]["seconds"] == pytest.approx(4 / 1.5)  # of 4 / 1.5, 6 / 1.5, 2, 1.9 and 30 / 5.5
     slow.pop("pace")
     assert report.errors(found)["c0"]["seconds"] == 2.0
 
@@ -324,7 +327,12 @@ def test_measured_configurations_are_planned_again(tmp_path: Path, capsys: pytes
     file.write_text(json.dumps(found))
     again = planned_again(found, None, None, tmp_path)
     assert list(again["configurations"]) == ["tiny"]
-    assert again["configurations"]["tiny"]["planned"] == {"seconds": foreseen.seconds, "bytes": foreseen.bytes}
+    assert again["configurations"]["tiny"]["planned"] == {
+        "seconds": foreseen.seconds,
+        "bytes": foreseen.bytes,
+        "paced": foreseen.paced,
+    }
+    assert 0.3 < foreseen.paced <= 1.0  # a tiny model is launches and matmuls
     slow = planned_again(found, find_machine(str(slower)), ["tiny"], tmp_path)["configurations"]["tiny"]["planned"]
     assert slow["seconds"] > foreseen.seconds and slow["bytes"] == foreseen.bytes
     main(["--again", str(file)])

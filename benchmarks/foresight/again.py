@@ -53,7 +53,11 @@ def planned_again(
             machines[one.ranks] = machine or calibrated(result, one.ranks, folder)
             found.setdefault("calibrated", {})[str(one.ranks)] = asdict(machines[one.ranks])
         foreseen = planned(one, machines[one.ranks], folder / name)
-        found["configurations"][name]["planned"] = {"seconds": foreseen.seconds, "bytes": foreseen.bytes}
+        found["configurations"][name]["planned"] = {
+            "seconds": foreseen.seconds,
+            "bytes": foreseen.bytes,
+            **({"paced": foreseen.paced} if machines[one.ranks].kind == "cpu" else {}),
+        }
     return found
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import ast
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from experiments.toml_tables import TableError, read_tables
 from meshfold.cli.arguments import read_changes, read_parallel
-from meshfold.planner import Estimate, Machine, StepSpeed, estimate, step_speed
+from meshfold.planner import Estimate, Machine, estimate, step_speed
+from meshfold.planner.efficiency import Launches
 from meshfold.train.model_choice import ModelChoice, choose_model
 
 FILE = Path(__file__).resolve().parent / "configurations.toml"
@@ -95,20 +96,38 @@ class Foresight:
         seconds: of a step.
         bytes: of the fullest rank's device.
         misfit: why it does not fit; empty if it does.
+        paced: share of the seconds that takes twice as long on a CPU which multiplies and launches at half the speed; its memory
+            does not change.
     """
 
     seconds: float
     bytes: int
     misfit: str
+    paced: float = 0.0
 
 
 def planned(one: Configuration, machine: Machine, folder: Path) -> Foresight:
     """Return the plan of a configuration on a machine, with AdamW and clipping."""
-    from meshfold.mesh import ParallelSpec
     from meshfold.planner import explain_misfit
 
     model = one.choose(folder)
-    found: Estimate = estimate(
+    found = _estimated(one, model, machine)
+    seconds = step_speed(found, machine, one.precision).seconds
+    pipeline = found.pipeline
+    held = found.memory.total if pipeline is None else max(memory.total for memory in pipeline.memory)
+    paced = 0.0
+    if machine.kind == "cpu" and seconds:
+        slower = _at_half_speed(machine)
+        paced = step_speed(_estimated(one, model, slower), slower, one.precision).seconds / seconds - 1
+    return Foresight(
+        seconds=seconds, bytes=held, misfit=explain_misfit(found, machine), paced=min(1.0, max(0.0, paced))
+    )
+
+
+def _estimated(one: Configuration, model: ModelChoice, machine: Machine) -> Estimate:
+    from meshfold.mesh import ParallelSpec
+
+    return estimate(
         model.build,
         ParallelSpec.parse(one.spec, one.ranks),
         batch_size=one.batch,
@@ -119,10 +138,15 @@ def planned(one: Configuration, machine: Machine, folder: Path) -> Foresight:
         machine=machine,
         name=model.name,
     )
-    speed: StepSpeed = step_speed(found, machine, one.precision)
-    pipeline = found.pipeline
-    held = found.memory.total if pipeline is None else max(memory.total for memory in pipeline.memory)
-    return Foresight(seconds=speed.seconds, bytes=held, misfit=explain_misfit(found, machine))
+
+
+def _at_half_speed(machine: Machine) -> Machine:
+    """Return a machine whose cores multiply and launch at half the speed, with the same memory and links."""
+    return replace(
+        machine,
+        flops={precision: rate / 2 for precision, rate in machine.flops.items()},
+        launches=Launches(**{name: 2 * seconds for name, seconds in asdict(machine.launches).items()}),
+    )
 
 
 def runnable(found: Mapping[str, Configuration], *, device: str, ranks: int, memory: float) -> dict[str, Configuration]:

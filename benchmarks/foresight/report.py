@@ -32,7 +32,7 @@ def errors(result: Mapping[str, Any]) -> dict[str, dict[str, float]]:
         runs = [run for run in one["runs"] if "error" not in run]
         if not runs:
             continue
-        seconds = seconds_of(runs, _usual(result, one))
+        seconds = seconds_of(runs, _usual(result, one), one["planned"].get("paced", 1.0))
         held = max(run["bytes"] for run in runs)
         found[name] = {
             "seconds": seconds,
@@ -49,17 +49,24 @@ def _usual(result: Mapping[str, Any], one: Mapping[str, Any]) -> float:
     return found
 
 
-def seconds_of(runs: Sequence[Mapping[str, Any]], usual: float) -> float:
+def seconds_of(runs: Sequence[Mapping[str, Any]], usual: float, paced: float) -> float:
     """Return the seconds of a step that count.
 
     Args:
         runs: starts of a configuration.
         usual: seconds of the matmuls beside steps, on the machine that was planned for. With them steps are told at its speed, and
             the median of all counts. 0: a start's median, and the fastest start: other work on the machine only slows one down.
+        paced: share of the step that is slower where these matmuls are.
     """
     if not usual or any("pace" not in run for run in runs):
         return min(median(run["seconds"]) for run in runs)
-    return median([usual / pace * step for run in runs for step, pace in zip(run["seconds"], run["pace"], strict=True)])
+    return median(
+        [
+            step / (paced * pace / usual + 1 - paced)
+            for run in runs
+            for step, pace in zip(run["seconds"], run["pace"], strict=True)
+        ]
+    )
 
 
 def shares(result: Mapping[str, Any]) -> dict[str, float]:

@@ -161,7 +161,8 @@ def _planned(fitting: Mapping[str, Configuration], here: Machine, folder: Path) 
         if foreseen.misfit:
             print(f"{name}: left out, as planned: {foreseen.misfit}", flush=True)
             continue
-        chosen[name] = (one, {"seconds": foreseen.seconds, "bytes": foreseen.bytes})
+        paced = {"paced": foreseen.paced} if here.kind == "cpu" else {}
+        chosen[name] = (one, {"seconds": foreseen.seconds, "bytes": foreseen.bytes, **paced})
         print(f"{name:<26} planned {foreseen.seconds:.4g} s, {foreseen.bytes / 2**30:.3f} GiB", flush=True)
     return chosen
 

@@ -37,7 +37,13 @@ from meshfold.planner.calibration.fits import share_and_lag
 from meshfold.planner.calibration.measure import _small_groups
 from meshfold.planner.calibration.messages import hidden_of
 from meshfold.planner.calibration.operators import calls_of, moved, operator_rates
-from meshfold.planner.calibration.samples import layer_rates, matmul_samples, output_samples, side_samples
+from meshfold.planner.calibration.samples import (
+    layer_rates,
+    matmul_samples,
+    output_samples,
+    row_shares,
+    side_samples,
+)
 from meshfold.planner.calibration.timing import Pace, call_seconds
 from meshfold.planner.clock import Work
 from meshfold.planner.efficiency import Efficiency, Launches, Link
@@ -301,6 +307,10 @@ def test_all_matmuls_of_a_cpu_are_at_one_speed(monkeypatch: pytest.MonkeyPatch) 
     assert {one.seconds for one in found} == {1.0} and {one.side for one in found} == set(TINY.sides)
     rates = layer_rates(found, pace, TINY)
     assert rates == {one.precision: pytest.approx(12 * 32 * 32 * 128 / 3.0) for one in found}
+    monkeypatch.setattr(pace, "ratio", lambda work, least_s=0.0: 3.0)
+    full = 12 * 32 * 32 * 128 / 1.5
+    assert row_shares(full, pace, TINY, torch.float32) == pytest.approx({32: 1.0, 4: 1 / 8, 8: 1 / 4, 16: 1 / 2})
+    assert set(row_shares(full / 100, pace, TINY, torch.float32).values()) == {1.0}  # no more than the whole
     shares = matmul_shares(found, rates)["fp32"]
     assert shares[0] == (2 * 16**3, pytest.approx(2 * 16**3 / rates["fp32"])) and all(share <= 1 for _, share in shares)
 

@@ -35,6 +35,7 @@ from meshfold.planner.calibration.samples import (
     operator_start,
     output_samples,
     pace_of,
+    row_shares,
     side_samples,
     sustained_share,
 )
@@ -165,9 +166,11 @@ def _of_devices(
     memory = memory_rates(device, effort)
     sustained = sustained_share(best, device, effort) if pace is None else 1.0
     attention = attention_shares(sustained * flops[most], device, effort, DTYPES[most], pace)
-    # A GPU cuts products into tiles, so narrow ones are slower; on a CPU sides are not measured.
-    sides = side_samples(best.rate, device, effort, DTYPES[most]) if device.type == "cuda" else {}
-    outputs = output_samples(best.rate, device, effort, DTYPES[most]) if device.type == "cuda" else {}
+    if pace is None:  # a GPU cuts products into tiles, so narrow ones are slower
+        sides = side_samples(best.rate, device, effort, DTYPES[most])
+        outputs = output_samples(best.rate, device, effort, DTYPES[most])
+    else:
+        sides, outputs = row_shares(flops[most], pace, effort, DTYPES[most]), {}
     operators = operator_rates(device, effort, DTYPES[most])
     start = operator_start(device, effort)
     usual = 0.0 if pace is None else pace.usual

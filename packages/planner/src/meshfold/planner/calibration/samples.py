@@ -140,23 +140,42 @@ def layer_rates(samples: Sequence[MatmulSample], pace: Pace, effort: Effort) -> 
     found = {}
     for precision in dict.fromkeys(one.precision for one in samples):
         largest = max(one.side for one in samples if one.precision == precision)
-        run, flop = _layers(min(largest // 2, _LAYER_SIDE), DTYPES[precision])
+        narrow = min(largest // 2, _LAYER_SIDE)
+        run, flop = _layers(narrow, narrow, DTYPES[precision])
         found[precision] = flop / (pace.ratio(run, effort.steady_s) * pace.usual)
     return found
 
 
-def _layers(narrow: int, dtype: torch.dtype) -> tuple[Callable[[], object], int]:
+def row_shares(rate: float, pace: Pace, effort: Effort, dtype: torch.dtype) -> dict[int, float]:
+    """Measure linear layers that train on a CPU with few rows, such as those of micro-batches: shares of ``rate`` by rows.
+
+    Args:
+        rate: of layers with as many rows as features, in FLOP/s.
+        pace: gives the speed.
+        effort: sizes of the samples.
+        dtype: of all.
+    """
+    narrow = min(effort.sides[-1] // 2, _LAYER_SIDE)
+    found = {narrow: 1.0}
+    for rows in (narrow // 8, narrow // 4, narrow // 2):
+        run, flop = _layers(rows, narrow, dtype)
+        found[rows] = min(1.0, flop / (pace.ratio(run, effort.steady_s / 2) * pace.usual) / rate)
+    return found
+
+
+def _layers(rows: int, narrow: int, dtype: torch.dtype) -> tuple[Callable[[], object], int]:
     """Return a call of two linear layers of a CPU, forward and backward, and its FLOP.
 
     Layers are of other tensors in every call, as in a model.
 
     Args:
+        rows: of their inputs.
         narrow: features of the first's input; its output has four times as many.
         dtype: of all.
     """
     wide = 4 * narrow
-    each = 2 * narrow * (narrow + wide) * dtype.itemsize
-    shapes = ((narrow, narrow), (narrow, wide), (wide, narrow), (narrow, wide))
+    each = (rows + 2 * narrow) * (narrow + wide) * dtype.itemsize
+    shapes = ((rows, narrow), (rows, wide), (wide, narrow), (narrow, wide))
     sets = [[torch.ones(shape).to(dtype) for shape in shapes] for _ in range(min(_LAYER_BYTES // each + 1, _MOST_SETS))]
     turns = cycle(sets)
 
@@ -169,7 +188,7 @@ def _layers(narrow: int, dtype: torch.dtype) -> tuple[Callable[[], object], int]
         hidden.t() @ x
         x.t() @ hidden
 
-    return run, 6 * 2 * narrow * narrow * wide
+    return run, 6 * 2 * rows * narrow * wide
 
 
 def attention_shares(
