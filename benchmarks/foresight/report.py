@@ -55,16 +55,20 @@ def seconds_of(runs: Sequence[Mapping[str, Any]], usual: float, paced: float) ->
     Args:
         runs: starts of a configuration.
         usual: seconds of the matmuls beside steps, on the machine that was planned for. With them steps are told at its speed, and
-            the median of all counts. 0: a start's median, and the fastest start: other work on the machine only slows one down.
+            the median of the starts' medians counts. 0: a start's median, and the fastest start: other work on the machine only slows one down.
         paced: share of the step that is slower where these matmuls are.
     """
     if not usual or any("pace" not in run for run in runs):
         return min(median(run["seconds"]) for run in runs)
     return median(
         [
-            step / (paced * pace / usual + 1 - paced)
+            median(
+                [
+                    step / (paced * pace / usual + 1 - paced)
+                    for step, pace in zip(run["seconds"], run["pace"], strict=True)
+                ]
+            )
             for run in runs
-            for step, pace in zip(run["seconds"], run["pace"], strict=True)
         ]
     )
 
@@ -148,7 +152,7 @@ def _that_count(result: Mapping[str, Any]) -> str:
         return "a start's median, and the fastest start"
     low, high = (statistics.quantiles(paces, n=20, method="inclusive")[place] for place in (0, -1))
     return (
-        "the median of all steps at the calibrated speed, which matmuls beside each step tell: they ran at "
+        "the median of the starts' medians, at the calibrated speed, which matmuls beside each step tell: they ran at "
         f"{low:.2f} to {high:.2f} of it (nine of ten)"
     )
 

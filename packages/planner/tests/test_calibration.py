@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -313,6 +314,23 @@ def test_all_matmuls_of_a_cpu_are_at_one_speed(monkeypatch: pytest.MonkeyPatch) 
     assert set(row_shares(full / 100, pace, TINY, torch.float32).values()) == {1.0}  # no more than the whole
     shares = matmul_shares(found, rates)["fp32"]
     assert shares[0] == (2 * 16**3, pytest.approx(2 * 16**3 / rates["fp32"])) and all(share <= 1 for _, share in shares)
+
+
+@ranks(2)
+def test_a_cpus_collectives_are_timed_between_matmuls() -> None:
+    """Matmuls are not counted; of the ranks' seconds the mean is the same number on both."""
+    from meshfold.planner.calibration import messages
+
+    with start() as process, pytest.MonkeyPatch.context() as patched:
+        patched.setattr(messages, "three_matmuls", lambda *_: lambda: time.sleep(0.05))
+        mesh = Mesh({"rank": 2})
+        found = messages._seconds_between_matmuls(
+            lambda: time.sleep(0.01 * (1 + process.rank)), mesh.group("rank"), process.device, replace(TINY, repeats=3)
+        )
+        assert 0.015 <= found < 0.04
+        other = all_reduce(torch.tensor(found, dtype=torch.float64), mesh.group("rank"))
+        assert float(other) == 2 * found
+        mesh.close()
 
 
 @pytest.mark.parametrize(("ranks_there", "wanted"), [(1, (90.0, 150.0)), (2, (90.0, 100.0)), (4, (50.0, 50.0))])

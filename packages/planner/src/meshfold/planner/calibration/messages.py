@@ -25,9 +25,11 @@ from meshfold.mesh import (
 )
 from meshfold.mesh.recording import Kind
 from meshfold.planner.calibration.fits import MessageSample
+from meshfold.planner.calibration.samples import three_matmuls
 from meshfold.planner.calibration.timing import Effort, MiB, wait
 
 _CALLS, _MOST_CALLS = 5, 100
+_SIDE_BETWEEN = 384  # of matmuls: 3 ms on a core
 _SENDS, _MATMULS = 4, 8
 _BUCKET = 16 * MiB  # of gradients, at most: a message on a CPU
 KINDS: dict[Kind, Callable[[Tensor, Group], object]] = {
@@ -52,6 +54,9 @@ def message_samples(
 ) -> list[MessageSample]:
     """Measure kinds for every size: seconds of the slowest rank, between barriers. All ranks of the group must call.
 
+    Ranks on a CPU multiply before each call, as in training, where they do not arrive at the same time and the library's threads
+    sleep: the mean of their seconds counts, which has half of what the earlier one waits, as much as the later one lost.
+
     Args:
         group: of two ranks or more.
         device: of the tensors.
@@ -64,7 +69,8 @@ def message_samples(
         for size in _blocks(group.size, effort):
             mine = size // group.size if kind == "all_gather" else size
             x = torch.zeros(mine // 4, device=device)
-            seconds = _agreed_seconds(lambda: run(x, group), group, device, effort)  # noqa: B023
+            timed = _seconds_between_matmuls if device.type == "cpu" else _agreed_seconds
+            seconds = timed(lambda: run(x, group), group, device, effort)  # noqa: B023
             found.append(MessageSample(kind=kind, sent=float(moved_bytes(kind, size, group.size)), seconds=seconds))
             if seconds * 4 > effort.longest_s:
                 break
@@ -151,3 +157,25 @@ def _agreed_seconds(work: Callable[[], object], group: Group, device: torch.devi
     once = max(float(slowest([timed(_CALLS)])), 1e-9)
     calls = max(_CALLS, min(_MOST_CALLS, math.ceil(effort.window_s / once)))  # the same on all ranks
     return max(float(slowest([timed(calls) for _ in range(effort.repeats)]).min()), 1e-9)
+
+
+def _seconds_between_matmuls(work: Callable[[], object], group: Group, device: torch.device, effort: Effort) -> float:
+    """Return the seconds of a collective of ranks on a CPU that multiply before each call: the same number on all ranks.
+
+    Of several timings the median, and of the ranks the mean.
+    """
+    multiply = three_matmuls(min(_SIDE_BETWEEN, effort.sides[-1]), torch.float32, device)
+
+    def timed() -> float:
+        barrier(group, device)
+        spent = 0.0
+        for _ in range(_CALLS):
+            multiply()
+            begin = time.perf_counter()
+            work()
+            spent += time.perf_counter() - begin
+        return spent / _CALLS
+
+    timed()
+    found = torch.tensor([timed() for _ in range(effort.repeats)], dtype=torch.float64)
+    return max(float(all_reduce(found, group).median()) / group.size, 1e-9)
