@@ -55,7 +55,8 @@ def seconds_of(runs: Sequence[Mapping[str, Any]], usual: float, paced: float) ->
     Args:
         runs: starts of a configuration.
         usual: seconds of the matmuls beside steps, on the machine that was planned for. With them steps are told at its speed, and
-            the median of the starts' medians counts. 0: a start's median, and the fastest start: other work on the machine only slows one down.
+            the median of the starts' medians counts. 0: a start's median, and the fastest start: other work on the machine only
+            slows one down.
         paced: share of the step that is slower where these matmuls are.
     """
     if not usual or any("pace" not in run for run in runs):
