@@ -171,6 +171,21 @@ def test_gpus_are_planned_for_their_fastest_calibration() -> None:
     assert found["calibrated"]["1"]["name"] == "1.0" and found["configurations"]["one"]["planned"]["seconds"] == 1.0
 
 
+def test_plans_for_a_cpu_are_the_medians_of_all_calibrations_at_one_speed() -> None:
+    """The second ran while the CPU was half as fast; half of a step waits for memory."""
+    laptop = find_machine("laptop")
+    plans = [
+        (replace(laptop, pace=pace), {"one": (TINY, {"seconds": seconds, "bytes": 1, "paced": 0.5})})
+        for pace, seconds in ((1.0, 2.0), (2.0, 4.0), (1.1, 2.2))
+    ]
+    found: dict[str, Any] = {"configurations": {"one": {}}}
+    _note_plans(found, 1, plans)
+    assert found["calibrated"]["1"]["pace"] == 1.1  # the middle
+    assert found["configurations"]["one"]["planned"]["seconds"] == pytest.approx(2.2)  # of 2.1, 3.1 and 2.2
+    _note_plans(found, 1, plans[:2])
+    assert found["configurations"]["one"]["planned"]["seconds"] == pytest.approx((2.0 + 3.0) / 2)
+
+
 def test_a_cpus_steps_are_told_at_the_calibrated_speed() -> None:
     """Matmuls beside them took 2 s where the calibration's took 1: the CPU was half as fast. The median of the starts counts."""
     slow = {"seconds": [4.0, 6.0], "pace": [2.0, 2.0], "bytes": 100}

@@ -4,8 +4,8 @@
 hold, trains each for some steps, `--rounds` times by turns, and says whether the bars are met: memory within 5 %, time within 10 %
 for nine of ten and within 20 % for all. Each number of ranks is calibrated before and after each round of its configurations,
 since the speed of a shared host changes within minutes. On GPUs plans are for the fastest calibration, as the fastest start counts.
-A CPU's speed changes within seconds: plans are for the calibration in the middle, and matmuls that are timed beside each step tell
-how fast the CPU was then, by the calibration; with that steps are told at the calibrated speed, and the median of all counts.
+A CPU's speed changes within seconds: plans are the medians of those for all calibrations, and matmuls that are timed beside each
+step tell how fast the CPU was then; with that plans and steps are told at one speed, and the median of the starts counts.
 `--list` shows the configurations, `--report FILE.json` makes table and plot from a result. A result is added to: on one, two and
 four GPUs of the same kind, one after the other. `--again FILE.json` plans what was measured again, with `--machine` or as it was
 calibrated, and shows both errors; it needs no GPU.
@@ -29,7 +29,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that this fil
 
 import torch
 
-from benchmarks.common import AVERAGED_S, add_output, check_out, how_it_ended, machine, rounds_of, start_ranks, write
+from benchmarks.common import (
+    AVERAGED_S,
+    add_output,
+    check_out,
+    how_it_ended,
+    machine,
+    median,
+    rounds_of,
+    start_ranks,
+    write,
+)
 from benchmarks.foresight.again import compared, planned_again
 from benchmarks.foresight.configurations import Configuration, configurations, planned, runnable
 from benchmarks.foresight.report import report, verdict_lines
@@ -181,7 +191,9 @@ def _machine(args: argparse.Namespace, ranks: int, folder: Path) -> Machine:
 
 
 def _note_plans(result: dict[str, Any], ranks: int, plans: Sequence[tuple[Machine, Plans]]) -> None:
-    """Write the plans for one calibration: by which all configurations together are quickest, on a CPU the one in the middle.
+    """Write the plans of several calibrations: those of the one by which all configurations together are quickest.
+
+    On a CPU the medians of all, told at the speed of the calibration whose speed is in the middle.
 
     Args:
         result: to write to; it has the configurations.
@@ -191,12 +203,21 @@ def _note_plans(result: dict[str, Any], ranks: int, plans: Sequence[tuple[Machin
     most = max(len(chosen) for _, chosen in plans)
     rising = sorted(
         (one for one in plans if len(one[1]) == most),
-        key=lambda one: sum(plan["seconds"] for _, plan in one[1].values()),
+        key=lambda one: (one[0].pace, sum(plan["seconds"] for _, plan in one[1].values())),
     )
     here, chosen = rising[(len(rising) - 1) // 2 if rising[0][0].kind == "cpu" else 0]
     result.setdefault("calibrated", {})[str(ranks)] = asdict(here)
     for name, (_, foreseen) in chosen.items():
-        result["configurations"][name]["planned"] = foreseen
+        seconds = [_at_pace(machine, others[name][1], here.pace) for machine, others in rising]
+        same = {"seconds": median(seconds)} if here.kind == "cpu" else {}
+        result["configurations"][name]["planned"] = {**foreseen, **same}
+
+
+def _at_pace(machine: Machine, plan: Mapping[str, Any], pace: float) -> float:
+    """Return a plan's seconds on a CPU that multiplies and launches at another pace than the machine that was planned for."""
+    seconds, paced = plan["seconds"], plan.get("paced", 0.0)
+    found: float = seconds * (paced * pace / machine.pace + 1 - paced) if machine.pace and pace else seconds
+    return found
 
 
 def measure(

@@ -307,9 +307,9 @@ def test_all_matmuls_of_a_cpu_are_at_one_speed(monkeypatch: pytest.MonkeyPatch) 
     found = matmul_samples(cpu, replace(TINY, longest_s=1e9), pace)
     assert {one.seconds for one in found} == {1.0} and {one.side for one in found} == set(TINY.sides)
     rates = layer_rates(found, pace, TINY)
-    assert rates == {one.precision: pytest.approx(12 * 32 * 32 * 128 / 3.0) for one in found}
+    assert rates == {one.precision: pytest.approx(12 * 32 * 32 * (128 + 88) / 3.0) for one in found}
     monkeypatch.setattr(pace, "ratio", lambda work, least_s=0.0: 3.0)
-    full = 12 * 32 * 32 * 128 / 1.5
+    full = 12 * 32 * 32 * (128 + 88) / 1.5
     assert row_shares(full, pace, TINY, torch.float32) == pytest.approx({32: 1.0, 4: 1 / 8, 8: 1 / 4, 16: 1 / 2})
     assert set(row_shares(full / 100, pace, TINY, torch.float32).values()) == {1.0}  # no more than the whole
     shares = matmul_shares(found, rates)["fp32"]
