@@ -22,9 +22,7 @@ _COLUMNS = 1024
 _HEADS = 16
 _BYTES_ON_CPU = 4 * MiB
 _SETS_ON_CPU = 16  # of three tensors, by turns: together no cache holds them, as no cache holds what a model keeps
-_KEPT_ON_CPU = (
-    12  # last results: a model keeps its own for the backward, so no cache holds the memory that they are written to
-)
+_KEPT_ON_CPU = 12  # last results, as a model keeps its own: no cache holds the memory that they are written to
 _MUCH = 0.1  # of all bytes; operators with less are casts of a few numbers
 
 
