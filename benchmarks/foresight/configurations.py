@@ -12,7 +12,6 @@ from typing import Any
 from experiments.toml_tables import TableError, read_tables
 from meshfold.cli.arguments import read_changes, read_parallel
 from meshfold.planner import Estimate, Machine, estimate, step_speed
-from meshfold.planner.efficiency import Launches
 from meshfold.train.model_choice import ModelChoice, choose_model
 
 FILE = Path(__file__).resolve().parent / "configurations.toml"
@@ -145,7 +144,7 @@ def _at_half_speed(machine: Machine) -> Machine:
     return replace(
         machine,
         flops={precision: rate / 2 for precision, rate in machine.flops.items()},
-        launches=Launches(**{name: 2 * seconds for name, seconds in asdict(machine.launches).items()}),
+        launches=replace(machine.launches, **{name: 2 * each for name, each in asdict(machine.launches).items()}),
     )
 
 

@@ -225,9 +225,7 @@ def attention_shares(
             while not seconds or (seconds < effort.attention_s and rows < _MOST_ROWS):
                 rows = 2 * rows if seconds else 1
                 run = _attention(rows, tokens, heads, head_dim, dtype, device)
-                seconds = device_seconds(run, device, effort)
-            if pace is not None:
-                seconds = pace.ratio(run) * pace.usual
+                seconds = device_seconds(run, device, effort) if pace is None else pace.ratio(run) * pace.usual
             # Two matmuls forward and five backward, of which causal masking leaves half of the pairs.
             flop = 7 * 2 * rows * heads * tokens**2 * head_dim / 2
             found.setdefault(head_dim, {})[tokens // 2] = flop / seconds / rate
